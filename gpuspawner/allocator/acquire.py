@@ -1,0 +1,284 @@
+"""Deciding about leases: acquire, queue, place, release. Every function is one transaction."""
+
+from __future__ import annotations
+
+import ipaddress
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+from gpuspawner.allocator.errors import ApiError
+from gpuspawner.ledger import gpus as gpu_ledger
+from gpuspawner.ledger import homes as home_ledger
+from gpuspawner.ledger import hosts as host_ledger
+from gpuspawner.ledger import leases as lease_ledger
+from gpuspawner.ledger.database import Transaction
+from gpuspawner.ledger.records import LeaseRecord
+from gpuspawner.pool.placement import Refusal, place
+from gpuspawner.pool.states import COMING, HELD, EndReason, GpuState, LeaseState
+from gpuspawner.pool.topology import Claim, HostView, Request
+from gpuspawner.schema import AcquireLease
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What the allocator's configuration says about waiting."""
+
+    max_wait_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Acquired:
+    """What came of asking for a lease."""
+
+    lease: LeaseRecord
+    created: bool
+    refusal: ApiError | None = None
+
+
+def acquire(
+    tx: Transaction,
+    hub_id: str,
+    body: AcquireLease,
+    image_digest: str,
+    views: host_ledger.Views,
+    rules: Rules,
+    now_ms: int,
+) -> Acquired:
+    """The lease of this start, and whether it is new.
+
+    A request that fits nowhere, where waiting would not help, is stored as ended and comes back
+    with its ``refusal``. Raises ``ApiError`` 409 when the same start asks for something else.
+    """
+    key = (hub_id, body.username, body.server_name)
+    fingerprint = lease_ledger.body_hash(body.model_dump(mode="json", exclude={"payload"}))
+    known = lease_ledger.of_start(tx, key, body.start_id)
+    if known is not None:
+        if known.body_hash != fingerprint:
+            raise ApiError(
+                409,
+                "conflict",
+                "This start was already asked for with other options. Start the server again.",
+            )
+        return Acquired(known, False)
+
+    values: dict[str, Any] = {
+        "id": str(uuid.uuid4()),
+        "hub_id": hub_id,
+        "username": body.username,
+        "server_name": body.server_name,
+        "start_id": body.start_id,
+        "body_hash": fingerprint,
+        "state": LeaseState.QUEUED,
+        "request": body.request.model_dump(mode="json"),
+        "ready_path": body.ready_path,
+        "port": body.payload.port,
+        "image_digest": image_digest,
+        "created_ms": now_ms,
+        "wait_until_ms": now_ms + rules.max_wait_ms,
+    }
+    if lease_ledger.was_released_early(tx, key, body.start_id):
+        text = "The server was stopped before it had begun to start."
+        values |= {
+            "state": LeaseState.ENDED,
+            "ended_ms": now_ms,
+            "reason": EndReason.NEVER_STARTED,
+            "message": text,
+        }
+        return Acquired(lease_ledger.insert(tx, values, text), True)
+
+    old = lease_ledger.live_of_key(tx, key)
+    if old is not None:
+        lease_ledger.stop(tx, old.id, EndReason.SUPERSEDED, "The server was started anew.", now_ms)
+    lease = lease_ledger.insert(tx, values, "Asked for a place.")
+    if lease_ledger.stopping_of_key(tx, key):
+        lease_ledger.add_event(
+            tx, lease, now_ms, "progress", 1, "Waiting for your previous server to stop."
+        )
+        return Acquired(lease, True)
+    refusal = place_queue(tx, views, now_ms).get(lease.id)
+    if refusal is not None:
+        if not refusal.can_wait:
+            error = capacity_error(tx, lease, refusal)
+            ended = lease_ledger.stop(tx, lease.id, EndReason.REFUSED, error.body.message, now_ms)
+            return Acquired(ended, True, error)
+        lease_ledger.add_event(tx, lease, now_ms, "progress", 1, waiting_text(tx, lease, refusal))
+    return Acquired(lease_ledger.need(tx, lease.id), True)
+
+
+def place_queue(tx: Transaction, views: host_ledger.Views, now_ms: int) -> dict[str, Refusal]:
+    """Give places to waiting leases, first come first served; returns why others still wait.
+
+    A younger lease never passes an older one that waits for GPUs of a kind it could use itself.
+    A lease whose predecessor still stops waits without holding up others.
+    """
+    waiting: dict[str, Refusal] = {}
+    blocked_models: list[str | None] = []
+    for lease in lease_ledger.queued(tx):
+        if lease_ledger.stopping_of_key(tx, lease.key):
+            continue
+        request = _request(tx, lease)
+        if request.gpus and any(_compete(request.gpu_model, model) for model in blocked_models):
+            found: Claim | Refusal = _behind(request, views.load(tx))
+        else:
+            found = place(request, views.load(tx))
+        if isinstance(found, Refusal):
+            waiting[lease.id] = found
+            if request.gpus and found.can_wait:
+                blocked_models.append(request.gpu_model)
+            continue
+        _take(tx, lease, found, now_ms)
+    return waiting
+
+
+def _behind(request: Request, views: list[HostView]) -> Refusal:
+    """Somebody older waits for the same GPUs: ask as if no GPU were free."""
+    taken = [
+        HostView(
+            inventory=view.inventory,
+            free_gpus=frozenset(),
+            coming_gpus=view.coming_gpus | view.free_gpus,
+            used_cpus=view.used_cpus,
+            used_mib=view.used_mib,
+            drained=view.drained,
+            reachable=view.reachable,
+            images=view.images,
+        )
+        for view in views
+    ]
+    found = place(request, taken)
+    assert isinstance(found, Refusal)
+    return found
+
+
+def _compete(mine: str | None, older: str | None) -> bool:
+    return mine is None or older is None or mine == older
+
+
+def _request(tx: Transaction, lease: LeaseRecord) -> Request:
+    home = home_ledger.of_key(tx, lease.key)
+    wanted = lease.request
+    return Request(
+        gpus=wanted["gpus"],
+        cores=wanted["cores"],
+        memory_mib=wanted["memory_mib"],
+        gpu_model=wanted["gpu_model"],
+        image=lease.image_digest,
+        home_host=None if home is None else home.host,
+    )
+
+
+def _take(tx: Transaction, lease: LeaseRecord, claim: Claim, now_ms: int) -> None:
+    host = host_ledger.get(tx, claim.host)
+    assert host is not None
+    address = free_address(host.settings["cidr"], lease_ledger.addresses_in_use(tx, claim.host))
+    mac = mac_of(address)
+    if home_ledger.of_key(tx, lease.key) is None:
+        home_id = str(uuid.uuid4())
+        home_ledger.add(
+            tx, lease.key, home_id, claim.host, f"home-{home_id}", lease.request["home_mib"], now_ms
+        )
+    where = f"host {claim.host}, NUMA node {claim.cells[0].node}"
+    what = f"GPU {', '.join(claim.gpus)} on {where}" if claim.gpus else where.capitalize()
+    lease_ledger.claim(tx, lease, claim, address, mac, now_ms, f"You have {what}.")
+
+
+def free_address(cidr: str, used: frozenset[str]) -> str:
+    """The first guest address of a range that no lease holds; the first host address of the
+    range is the gateway."""
+    network = ipaddress.ip_network(cidr, strict=False)
+    hosts = iter(network.hosts())
+    next(hosts)
+    for candidate in hosts:
+        if str(candidate) not in used:
+            return str(candidate)
+    raise ApiError(
+        503, "capacity", f"All guest addresses of {cidr} are in use.", constraint="address"
+    )
+
+
+def mac_of(address: str) -> str:
+    """A MAC for a guest address: unique in its network because the address is."""
+    packed = ipaddress.ip_address(address).packed
+    return "52:54:00:" + ":".join(f"{byte:02x}" for byte in packed[-3:])
+
+
+def serve_queue(tx: Transaction, views: host_ledger.Views, now_ms: int) -> dict[str, Refusal]:
+    """Place who can be placed, and end the waiting of those whose time is up or whose hope is
+    gone. Returns why the others still wait."""
+    waiting = place_queue(tx, views, now_ms)
+    for lease in lease_ledger.queued(tx):
+        refusal = waiting.get(lease.id)
+        if refusal is not None and not refusal.can_wait:
+            text = capacity_error(tx, lease, refusal).body.message
+        elif lease.wait_until_ms is not None and lease.wait_until_ms <= now_ms:
+            text = (
+                "No GPU became free within the waiting time. Try again later, or choose another "
+                "profile."
+            )
+        else:
+            continue
+        waiting.pop(lease.id, None)
+        lease_ledger.stop(tx, lease.id, EndReason.WAIT_TIMEOUT, text, now_ms)
+    return waiting
+
+
+def waiting_text(tx: Transaction, lease: LeaseRecord, refusal: Refusal) -> str:
+    """What a waiting user is told."""
+    if refusal.constraint == "image":
+        return "Waiting: the image is being copied to the host."
+    coming = sum(1 for gpu in gpu_ledger.every(tx) if gpu.state in COMING)
+    ahead = [one.id for one in lease_ledger.queued(tx)].index(lease.id)
+    place_text = f" {ahead} ahead of you." if ahead else ""
+    return f"Waiting for a GPU: {coming} being wiped and checked after use.{place_text}"
+
+
+def capacity_error(tx: Transaction, lease: LeaseRecord, refusal: Refusal) -> ApiError:
+    """503 with the constraint that failed, its numbers, and what to do."""
+    model = lease.request["gpu_model"]
+    matching = [gpu for gpu in gpu_ledger.every(tx) if model is None or gpu.model == model]
+    in_use = sum(1 for gpu in matching if gpu.state in HELD)
+    if not refusal.shortfalls:
+        text = "The pool has no GPU host yet. An admin adds one with 'gpuspawner host add'."
+    elif lease.request["gpus"] and not matching:
+        text = f"The pool has no {model or 'GPU'}. Choose another profile."
+    elif refusal.constraint == "gpu" and in_use == len(matching):
+        text = (
+            f"All {len(matching)} × {model or 'GPU'} are in use. Try again when somebody has "
+            "stopped, or choose another profile."
+        )
+    elif refusal.constraint == "gpu":
+        out = sum(
+            1
+            for gpu in matching
+            if gpu.state not in HELD and gpu.state not in COMING and gpu.state is not GpuState.NEW
+            and gpu.state is not GpuState.UNASSIGNED
+        )  # fmt: skip
+        text = (
+            f"No {model or 'GPU'} can be had: {len(matching)} in the pool, {in_use} in use, "
+            f"{out} out of service. {refusal.sentence()}"
+        )
+    else:
+        text = refusal.sentence()
+    return ApiError(
+        503,
+        "capacity",
+        text,
+        constraint=refusal.constraint,
+        details=[
+            {"host": one.host, "constraint": one.constraint, "text": one.text}
+            for one in refusal.shortfalls
+        ],
+        retry_after_s=60,
+    )
+
+
+def release(
+    tx: Transaction, key: tuple[str, str, str], start_id: str, now_ms: int
+) -> LeaseRecord | None:
+    """End the lease of a start; a release that comes first makes the acquire return ``ended``."""
+    lease = lease_ledger.of_start(tx, key, start_id)
+    if lease is None:
+        lease_ledger.early_release(tx, key, start_id, now_ms)
+        return None
+    return lease_ledger.stop(tx, lease.id, EndReason.RELEASED, "Stopped.", now_ms)

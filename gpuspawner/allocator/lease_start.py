@@ -1,0 +1,222 @@
+"""Bringing a lease up: from a place on paper to a JupyterLab that answers.
+
+Each step is idempotent and recorded when it is through, so that a restarted allocator goes on
+where the old one was killed. A step that finds the lease stopping gives up quietly; what exists by
+then is removed by the stop.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+
+from tornado.httpclient import AsyncHTTPClient
+
+from gpuspawner.allocator.clock import now_ms
+from gpuspawner.allocator.context import Context
+from gpuspawner.host.api import GuestSpec, HostError, Nic
+from gpuspawner.host.seed import SeedNetwork, SeedServer, SeedSpec, SeedUser, build_seed
+from gpuspawner.ledger import homes as home_ledger
+from gpuspawner.ledger import hosts as host_ledger
+from gpuspawner.ledger import leases as lease_ledger
+from gpuspawner.ledger.database import Transaction
+from gpuspawner.ledger.records import HomeRecord, HostRecord, LeaseRecord
+from gpuspawner.pool.states import LeaseState
+
+log = logging.getLogger(__name__)
+
+# What a booting guest says on its console, and what the user is told about it.
+CONSOLE_STAGES: tuple[tuple[str, int, str], ...] = (
+    ("Linux version", 30, "Linux is starting."),
+    ("gpuspawner: seed read", 45, "The machine has its settings."),
+    ("gpuspawner: home", 55, "Your home is attached."),
+    ("gpuspawner: starting", 65, "JupyterLab is starting."),
+)
+
+
+class GuestGone(Exception):
+    """The VM ended while its server was starting."""
+
+
+class BootTimeout(Exception):
+    """JupyterLab did not answer in time."""
+
+
+class StopAsked(Exception):
+    """The lease is to end: no further step of its start makes sense."""
+
+
+class LeaseStart:
+    """The start of one lease."""
+
+    def __init__(self, context: Context, lease: LeaseRecord) -> None:
+        assert lease.host is not None
+        assert lease.claim is not None
+        assert lease.address is not None
+        assert lease.mac is not None
+        self.ctx = context
+        self.lease = lease
+        self.id = lease.id
+        self.host_name = lease.host
+        self.claim = lease.claim
+        self.address = lease.address
+        self.mac = lease.mac
+        self._http = AsyncHTTPClient()
+
+    async def run(self) -> None:
+        """All steps; returns when the server has answered and its seed is gone."""
+        host, home = await self.ctx.ledger.read(self._facts)
+        spec = self._spec(host, home)
+        driver = self.ctx.driver(self.host_name)
+
+        async def make_home() -> None:
+            await driver.make_home(home.volume, home.size_mib)
+
+        async def make_seed() -> None:
+            await driver.put_seed(self.id, await self._seed(host, home))
+
+        async def make_guest() -> None:
+            await driver.create(spec)
+
+        await self._step("home", 10, "Preparing your home.", make_home)
+        await self._step(
+            "disks", 12, "Preparing the machine's disk.", lambda: driver.make_disks(spec)
+        )
+        await self._step("seed", 15, "Writing the machine's settings.", make_seed)
+        await self._step("guest", 20, "Starting the virtual machine.", make_guest)
+        await self._answer()
+        await self._step("eject", 95, "JupyterLab answers.", lambda: driver.eject_seed(self.id))
+        self.ctx.payloads.pop(self.id, None)
+
+    def _facts(self, tx: Transaction) -> tuple[HostRecord, HomeRecord]:
+        host = host_ledger.get(tx, self.host_name)
+        home = home_ledger.of_key(tx, self.lease.key)
+        if host is None or host.inventory is None:
+            raise HostError(f"Host {self.host_name} is not in the pool any more.")
+        if home is None:
+            raise HostError("Your home was deleted while the server started. Start it again.")
+        return host, home
+
+    def _spec(self, host: HostRecord, home: HomeRecord) -> GuestSpec:
+        image = self.ctx.images.by_digest(self.lease.image_digest)
+        if image is None:
+            raise HostError(
+                "The image of this server was replaced while it started.", "Start it again."
+            )
+        assert host.inventory is not None
+        return GuestSpec(
+            uuid=self.id,
+            kind="lease",
+            title=f"{self.lease.username}/{self.lease.server_name}",
+            claim=self.claim,
+            gpus=tuple(host.inventory.gpu(address) for address in self.claim.gpus),
+            image=image,
+            nic=Nic(self.mac, self.address),
+            home=home.volume,
+            seed=True,
+            labels={"hub": self.lease.hub_id, "lease": self.id},
+        )
+
+    async def _step(
+        self, name: str, progress: int, told: str, action: Callable[[], Awaitable[None]]
+    ) -> None:
+        done = await self.ctx.ledger.read(self._check_and_tell, name, progress, told)
+        if done:
+            return
+        self.ctx.signals.ring(f"events:{self.id}")
+        await action()
+        await self.ctx.ledger.write(self._commit, name)
+        self.ctx.signals.ring(f"events:{self.id}", f"gpus:{self.host_name}")
+
+    def _check_and_tell(self, tx: Transaction, name: str, progress: int, told: str) -> bool:
+        lease = lease_ledger.need(tx, self.id)
+        if lease.state is not LeaseState.STARTING:
+            raise StopAsked
+        if name in lease_ledger.steps_done(tx, self.id):
+            return True
+        lease_ledger.add_event(tx, lease, now_ms(), "progress", progress, told)
+        return False
+
+    def _commit(self, tx: Transaction, name: str) -> None:
+        lease_ledger.step_done(tx, self.id, name, now_ms())
+        if name == "guest":
+            lease_ledger.gpus_assigned(tx, self.lease, now_ms())
+
+    async def _seed(self, host: HostRecord, home: HomeRecord) -> bytes:
+        """The seed's content; asks the spawner for the boot payload if it was lost."""
+        with self.ctx.signals.listen(f"payload:{self.id}", f"lease:{self.id}") as bell:
+            asked = False
+            while (payload := self.ctx.payloads.get(self.id)) is None:
+                if not asked:
+                    await self._tell("payload-needed", 15, "Asking the hub for the settings again.")
+                    asked = True
+                await self._still_starting()
+                await bell.wait(5)
+        prefix = host.settings["cidr"].rsplit("/", 1)[1]
+        gateway = await self.ctx.driver(self.host_name).gateway()
+        return build_seed(
+            SeedSpec(
+                lease_id=self.id,
+                hostname=f"gpu-{self.id[:8]}",
+                network=SeedNetwork(self.mac, f"{self.address}/{prefix}", gateway, (gateway,)),
+                home_new=not home.used,
+                user=SeedUser(payload.user, payload.uid, payload.sudo),
+                server=SeedServer(tuple(payload.argv), payload.env, payload.files, payload.port),
+            )
+        )
+
+    async def _answer(self) -> None:
+        """Wait for JupyterLab, telling what the guest's console says about the way there."""
+        url = f"http://{self.address}:{self.lease.port}{self.lease.ready_path}"
+        driver = self.ctx.driver(self.host_name)
+        deadline = self.lease.created_ms + int(
+            (self.ctx.limits.boot_s + self.ctx.limits.wait_s) * 1000
+        )
+        stage = 0
+        with self.ctx.signals.listen(f"lease:{self.id}", f"guest:{self.id}") as bell:
+            while True:
+                await self._still_starting()
+                if await self._answers(url):
+                    return
+                if await driver.guest(self.id) is None:
+                    raise GuestGone
+                if now_ms() > deadline:
+                    raise BootTimeout
+                stage = await self._tell_stage(stage)
+                await bell.wait(1.0)
+
+    async def _tell_stage(self, stage: int) -> int:
+        if stage >= len(CONSOLE_STAGES):
+            return stage
+        console = await self.ctx.driver(self.host_name).console(self.id, 262144)
+        reached = stage
+        for number, (text, _progress, _told) in enumerate(CONSOLE_STAGES[stage:], stage):
+            if text in console:
+                reached = number + 1
+        if reached > stage:
+            _text, progress, told = CONSOLE_STAGES[reached - 1]
+            await self._tell("progress", progress, told)
+        return reached
+
+    async def _answers(self, url: str) -> bool:
+        try:
+            response = await self._http.fetch(
+                url, connect_timeout=1.5, request_timeout=5, raise_error=False
+            )
+        except Exception:  # every way of not answering is the same here
+            return False
+        return bool(response.code == 200)
+
+    async def _still_starting(self) -> None:
+        lease = await self.ctx.ledger.read(lease_ledger.need, self.id)
+        if lease.state is not LeaseState.STARTING:
+            raise StopAsked
+
+    async def _tell(self, kind: str, progress: int, told: str) -> None:
+        def write(tx: Transaction) -> None:
+            lease = lease_ledger.need(tx, self.id)
+            if lease.state is LeaseState.STARTING:
+                lease_ledger.add_event(tx, lease, now_ms(), kind, progress, told)
+
+        await self.ctx.ledger.write(write)
+        self.ctx.signals.ring(f"events:{self.id}")

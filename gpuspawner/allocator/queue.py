@@ -1,0 +1,95 @@
+"""The waiting leases, and what is done now and then."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from gpuspawner.allocator import acquire as deciding
+from gpuspawner.allocator.clock import now_ms
+from gpuspawner.allocator.context import Context
+from gpuspawner.allocator.hosts import HostKeeper
+from gpuspawner.allocator.lease_runner import LeaseRunners
+from gpuspawner.host.api import HostError
+from gpuspawner.ledger import homes as home_ledger
+from gpuspawner.ledger import leases as lease_ledger
+from gpuspawner.ledger.database import Deposed, Transaction
+from gpuspawner.ledger.records import LeaseRecord
+from gpuspawner.pool.states import LeaseState
+
+log = logging.getLogger(__name__)
+
+_DAY_MS = 24 * 3600 * 1000
+
+
+class QueueKeeper:
+    """Places waiting leases whenever something may have become free."""
+
+    def __init__(self, context: Context, runners: LeaseRunners) -> None:
+        self.ctx = context
+        self.runners = runners
+        self._told: dict[str, str] = {}
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        with self.ctx.signals.listen("queue") as bell:
+            while True:
+                try:
+                    await self._look()
+                except (asyncio.CancelledError, Deposed):
+                    raise
+                except Exception:
+                    log.exception("queue_error")
+                await bell.wait(2.0)
+
+    async def _look(self) -> None:
+        before = await self.ctx.ledger.read(lease_ledger.queued)
+        if not before:
+            self._told.clear()
+            return
+        await self.ctx.ledger.write(self._place)
+        for lease in before:
+            now = await self.ctx.ledger.read(lease_ledger.need, lease.id)
+            if now.state is not LeaseState.QUEUED:
+                self._told.pop(lease.id, None)
+                self.ctx.signals.ring(f"lease:{lease.id}")
+                self.runners.start(lease.id)
+            self.ctx.signals.ring(f"events:{lease.id}")
+
+    def _place(self, tx: Transaction) -> None:
+        refusals = deciding.serve_queue(tx, self.ctx.views, now_ms())
+        for lease in lease_ledger.queued(tx):
+            refusal = refusals.get(lease.id)
+            if refusal is not None:
+                self._tell(tx, lease, deciding.waiting_text(tx, lease, refusal))
+
+    def _tell(self, tx: Transaction, lease: LeaseRecord, text: str) -> None:
+        """Say why it waits, when that has changed."""
+        if self._told.get(lease.id) != text:
+            self._told[lease.id] = text
+            lease_ledger.add_event(tx, lease, now_ms(), "progress", 2, text)
+
+    async def housekeeping(self, keeper: HostKeeper) -> None:
+        """New images are noticed, old trash is emptied."""
+        while True:
+            try:
+                if self.ctx.images.refresh():
+                    self.ctx.signals.ring("images")
+                await self._empty_trash()
+                await self.ctx.ledger.write(lease_ledger.forget_old, now_ms() - _DAY_MS)
+            except (asyncio.CancelledError, Deposed):
+                raise
+            except Exception:
+                log.exception("housekeeping_error")
+            await asyncio.sleep(10)
+
+    async def _empty_trash(self) -> None:
+        limit = now_ms() - int(self.ctx.limits.trash_days * _DAY_MS)
+        for home in await self.ctx.ledger.read(home_ledger.trashed_before, limit):
+            try:
+                await self.ctx.driver(home.host).drop_home(home.volume)
+            except HostError as error:
+                log.warning("trash_kept volume=%s error=%s", home.volume, error)
+                continue
+            await self.ctx.ledger.write(home_ledger.forget, home.id)
+            log.info("home_deleted volume=%s", home.volume)

@@ -1,0 +1,1 @@
+"""One GPU host: what it has, and the guests, disks and devices on it."""

@@ -1,0 +1,140 @@
+"""GPUs in the ledger: every change of state goes through ``move`` and leaves a line of history."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy import Connection
+
+from gpuspawner.ledger import tables as t
+from gpuspawner.ledger.records import IDENTITY, GpuRecord, gpu_record
+from gpuspawner.pool.states import GpuState, check_gpu_step
+from gpuspawner.pool.topology import Gpu
+from gpuspawner.pool.verdict import Identity
+
+
+def touch_host(tx: Connection, host: str) -> None:
+    """Something about what is free on the host has changed: snapshots of it are stale."""
+    tx.execute(
+        t.hosts.update().where(t.hosts.c.name == host).values(generation=secrets.randbits(62))
+    )
+
+
+def add(tx: Connection, host: str, gpu: Gpu, now_ms: int) -> None:
+    """A GPU that the pool has not seen before: dirty, until a wipe is proved."""
+    tx.execute(
+        t.gpus.insert().values(
+            host=host,
+            address=gpu.address,
+            model=gpu.model,
+            state=GpuState.NEW,
+            since_ms=now_ms,
+            dirty=True,
+            attempt=0,
+            holds=[],
+        )
+    )
+
+
+def get(tx: Connection, host: str, address: str) -> GpuRecord | None:
+    """One GPU."""
+    row = tx.execute(
+        sa.select(t.gpus).where(t.gpus.c.host == host, t.gpus.c.address == address)
+    ).one_or_none()
+    return None if row is None else gpu_record(row)
+
+
+def of_host(tx: Connection, host: str) -> list[GpuRecord]:
+    """A host's GPUs by address."""
+    rows = tx.execute(sa.select(t.gpus).where(t.gpus.c.host == host).order_by(t.gpus.c.address))
+    return [gpu_record(row) for row in rows]
+
+
+def every(tx: Connection) -> list[GpuRecord]:
+    """All GPUs by host and address."""
+    rows = tx.execute(sa.select(t.gpus).order_by(t.gpus.c.host, t.gpus.c.address))
+    return [gpu_record(row) for row in rows]
+
+
+def move(
+    tx: Connection,
+    gpu: GpuRecord,
+    state: GpuState,
+    now_ms: int,
+    *,
+    reason: str | None = None,
+    owner: str | None = None,
+    **changes: Any,
+) -> None:
+    """Take a GPU one step on, if it still is in the state that ``gpu`` says.
+
+    Reservation makes it dirty. Raises ``IllegalTransition`` for a step that the table lacks, and
+    ``RuntimeError`` if the GPU has moved meanwhile, which one writer rules out.
+    """
+    check_gpu_step(gpu.state, state)
+    if state is GpuState.RESERVED:
+        changes["dirty"] = True
+    changed = tx.execute(
+        t.gpus.update()
+        .where(
+            t.gpus.c.host == gpu.host,
+            t.gpus.c.address == gpu.address,
+            t.gpus.c.state == gpu.state,
+        )
+        .values(state=state, since_ms=now_ms, reason=reason, **changes)
+    ).rowcount
+    if changed != 1:
+        raise RuntimeError(f"GPU {gpu.host} {gpu.address} is not in state {gpu.state} any more")
+    tx.execute(
+        t.gpu_history.insert().values(
+            host=gpu.host,
+            address=gpu.address,
+            at_ms=now_ms,
+            old=gpu.state,
+            new=state,
+            reason=reason,
+            owner=owner,
+        )
+    )
+    touch_host(tx, gpu.host)
+
+
+def set_model(tx: Connection, host: str, address: str, model: str) -> None:
+    """The host now names this GPU's model so."""
+    tx.execute(
+        t.gpus.update()
+        .where(t.gpus.c.host == host, t.gpus.c.address == address)
+        .values(model=model)
+    )
+
+
+def enrol(tx: Connection, host: str, address: str, identity: Identity) -> None:
+    """Store who the GPU is; every later diagnosis is compared with it."""
+    tx.execute(
+        t.gpus.update()
+        .where(t.gpus.c.host == host, t.gpus.c.address == address)
+        .values(enrolled=IDENTITY.dump_python(identity, mode="json"))
+    )
+
+
+def set_holds(tx: Connection, gpu: GpuRecord, holds: tuple[str, ...]) -> None:
+    """Reasons that keep a GPU out of use, whatever its state."""
+    tx.execute(
+        t.gpus.update()
+        .where(t.gpus.c.host == gpu.host, t.gpus.c.address == gpu.address)
+        .values(holds=list(holds))
+    )
+    touch_host(tx, gpu.host)
+
+
+def history(tx: Connection, host: str, address: str, limit: int = 100) -> list[dict[str, Any]]:
+    """The last changes of state, newest first."""
+    rows = tx.execute(
+        sa.select(t.gpu_history)
+        .where(t.gpu_history.c.host == host, t.gpu_history.c.address == address)
+        .order_by(t.gpu_history.c.id.desc())
+        .limit(limit)
+    )
+    return [dict(row._mapping) for row in rows]

@@ -1,0 +1,1 @@
+"""Schema migrations, run by Alembic at each start of the allocator."""

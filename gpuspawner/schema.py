@@ -1,0 +1,391 @@
+"""Message types of the allocator's API and of the service VM.
+
+The API's OpenAPI description is made from these types, so what is written here is what a client
+reads. Memory is in MiB, durations are in seconds, times are UTC in ISO 8601.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+LeaseId = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")]
+StartId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{8,64}$")]
+HostName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")]
+PciAddress = Annotated[
+    str, StringConstraints(pattern=r"^[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]$")
+]
+ImageName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
+
+
+class Strict(BaseModel):
+    """Unknown fields and wrong types are refused, so that a typing mistake never passes."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class Reply(BaseModel):
+    """What the allocator sends. Clients must ignore fields that they do not know."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class LeaseRequest(Strict):
+    """What a server needs."""
+
+    gpus: int = Field(ge=0, le=16, description="How many whole GPUs")
+    gpu_model: str | None = Field(
+        default=None, max_length=120, description="Model as the pool names it; any if absent"
+    )
+    cores: int = Field(ge=1, le=1024, description="Whole physical cores, SMT siblings included")
+    memory_mib: int = Field(ge=256, le=16 * 1024 * 1024, description="Memory of the VM, in MiB")
+    image: ImageName = Field(description="Name of the image to boot")
+    home_mib: int = Field(
+        default=10240, ge=64, le=64 * 1024 * 1024, description="Size of a new home, in MiB"
+    )
+
+
+class BootPayload(Strict):
+    """What the guest needs to start the server. Holds the hub token: it is never stored, logged
+    or shown, and goes only into the seed disk."""
+
+    argv: list[str] = Field(min_length=1, max_length=64)
+    env: dict[str, str] = Field(max_length=512)
+    files: dict[str, str] = Field(default_factory=dict, max_length=32)
+    port: int = Field(default=8888, ge=1, le=65535)
+    user: str = Field(default="jovyan", pattern=r"^[a-z_][a-z0-9_-]{0,31}$")
+    uid: int = Field(default=1000, ge=1000, le=65533)
+    sudo: bool = True
+
+
+class AcquireLease(Strict):
+    """``POST /leases``: a lease for one server. The same key (hub, user, server name) with the
+    same ``start_id`` and the same body is the same lease."""
+
+    username: str = Field(min_length=1, max_length=255)
+    server_name: str = Field(default="", max_length=255)
+    start_id: StartId
+    request: LeaseRequest
+    payload: BootPayload
+    ready_path: str = Field(
+        max_length=2048,
+        pattern=r"^/",
+        description="Path on the guest that answers 200 when JupyterLab does",
+    )
+
+
+class ReleaseLease(Strict):
+    """``POST /leases/release``: end a lease by its key and start, also before it was acquired."""
+
+    username: str = Field(min_length=1, max_length=255)
+    server_name: str = Field(default="", max_length=255)
+    start_id: StartId
+
+
+LeaseStateName = Literal["queued", "placed", "starting", "running", "stopping", "ended"]
+GpuStateName = Literal[
+    "new", "used", "diagnosing", "unassigned", "reserved", "assigned",
+    "quarantined", "failed", "lost", "retired",
+]  # fmt: skip
+
+
+class Lease(Reply):
+    """One lease as the API shows it."""
+
+    id: str
+    hub_id: str
+    username: str
+    server_name: str
+    start_id: str
+    state: LeaseStateName
+    reason: str | None = Field(default=None, description="Why it ended, as a fixed word")
+    message: str | None = Field(default=None, description="Why it ended, for people")
+    request: LeaseRequest
+    host: str | None = None
+    node: int | None = Field(default=None, description="NUMA node, when all of it is on one")
+    gpus: list[str] = Field(default_factory=list, description="PCI addresses")
+    gpu_models: list[str] = Field(default_factory=list)
+    cpus: list[int] = Field(default_factory=list)
+    image_digest: str | None = None
+    address: str | None = Field(default=None, description="The guest's address")
+    port: int | None = None
+    created_at: datetime
+    running_at: datetime | None = None
+    ended_at: datetime | None = None
+    payload_needed: bool = Field(
+        default=False, description="The boot payload was lost: send it again"
+    )
+
+
+class LeaseEvent(Reply):
+    """One line of a lease's story; ``id`` grows and is the SSE id."""
+
+    id: int
+    lease_id: str
+    at: datetime
+    kind: Literal["state", "progress", "payload-needed", "error"]
+    state: LeaseStateName
+    progress: int = Field(ge=0, le=100)
+    message: str
+    reason: str | None = None
+
+
+class GpuCount(Reply):
+    """How many GPUs of one model the pool has, by what may be done with them."""
+
+    model: str
+    emulated: bool
+    memory_mib: int
+    total: int = Field(description="All that may ever be given out")
+    free: int
+    in_use: int
+    coming: int = Field(description="Being wiped and diagnosed")
+    out: int = Field(description="Failed, lost, quarantined, held or on a drained host")
+
+
+class GpuCounts(Reply):
+    """``GET /gpus/counts``: what is free, for the form."""
+
+    at: datetime
+    models: list[GpuCount]
+
+
+class Diagnosis(Reply):
+    """One run of the service VM on one GPU."""
+
+    id: str
+    host: str
+    gpu: str
+    state: Literal["running", "done"]
+    outcome: Literal["pass", "fail", "lost", "inconclusive"] | None = None
+    reasons: list[str] = Field(default_factory=list)
+    attempt: int
+    started_at: datetime
+    ended_at: datetime | None = None
+    policy_version: int
+    image_digest: str | None = None
+    checks: list[dict[str, Any]] = Field(default_factory=list)
+    witness: dict[str, Any] = Field(default_factory=dict)
+    progress: str | None = None
+
+
+class Gpu(Reply):
+    """One GPU as the API shows it."""
+
+    host: str
+    address: str
+    model: str
+    node: int
+    emulated: bool
+    memory_mib: int
+    functions: list[str]
+    state: GpuStateName
+    since: datetime
+    reason: str | None = None
+    serial: str | None = None
+    dirty: bool
+    maintenance: bool = False
+    holds: list[str] = Field(default_factory=list)
+    attempt: int = 0
+    retry_at: datetime | None = None
+    lease_id: str | None = None
+    username: str | None = None
+    diagnosis_id: str | None = None
+    problems: list[str] = Field(default_factory=list)
+
+
+class Node(Reply):
+    """One NUMA node of a host, with what leases hold of it."""
+
+    id: int
+    cores: int
+    free_cores: int
+    memory_mib: int
+    reserve_mib: int
+    free_mib: int
+
+
+class Host(Reply):
+    """One host as the API shows it."""
+
+    name: str
+    uri: str
+    kind: Literal["libvirt", "emulated"]
+    state: Literal["new", "ready", "unreachable"]
+    reason: str | None = None
+    drained: bool
+    accel: str | None = None
+    boot_id: str | None = None
+    cidr: str
+    nodes: list[Node] = Field(default_factory=list)
+    gpus: int = 0
+    images: list[str] = Field(default_factory=list)
+
+
+class AddHost(Strict):
+    """``POST /hosts``: a host joins the pool. ``emulated`` is the text of the YAML file that
+    declares an emulated host; without it the host's own hardware is surveyed."""
+
+    name: HostName
+    uri: str = Field(default="qemu:///system", max_length=1024)
+    shell: list[str] = Field(
+        default_factory=list,
+        max_length=32,
+        description="How to run a command there: [] is this machine, else an ssh command line",
+    )
+    cidr: str = Field(
+        default="10.201.0.0/24", pattern=r"^[0-9.]+/[0-9]+$", description="Guests' addresses"
+    )
+    network: Literal["nat", "bridge"] = "nat"
+    bridge: str | None = Field(default=None, pattern=r"^[a-zA-Z0-9_.-]{1,15}$")
+    accel: Literal["auto", "kvm", "tcg"] = "auto"
+    emulated: str | None = Field(default=None, max_length=65536)
+
+
+class ChangeHost(Strict):
+    """``PATCH /hosts/NAME``."""
+
+    drained: bool
+
+
+class GpuAction(Strict):
+    """``POST /gpus/HOST/ADDRESS/action``: what an admin does with a GPU, and why."""
+
+    action: Literal["enroll", "retest", "retire", "hold", "unhold"]
+    reason: str = Field(default="", max_length=500)
+
+
+class EndLease(Strict):
+    """``POST /leases/ID/end``: an admin ends a lease."""
+
+    reason: str = Field(default="", max_length=500)
+
+
+class ImageInfo(Reply):
+    """One image, and the hosts that have it."""
+
+    name: str
+    role: Literal["lab", "service", "probe"]
+    title: str
+    digest: str
+    built_at: datetime | None = None
+    kernel_release: str | None = None
+    min_memory_mib: int = 0
+    bytes: int = 0
+    hosts: list[str] = Field(default_factory=list)
+    copying: dict[str, int] = Field(default_factory=dict, description="Percent, by host")
+
+
+class Refusal(Reply):
+    """The body of every error: what happened, why, what to do next."""
+
+    status: int
+    message: str
+    reason: str = Field(description="A fixed word for programs and metrics")
+    constraint: str | None = None
+    details: list[dict[str, Any]] = Field(default_factory=list)
+    retry_after_s: int | None = None
+
+
+class Health(Reply):
+    """``GET /health``."""
+
+    ok: bool
+    version: str
+    epoch: int
+    hosts: dict[str, str]
+
+
+# ------------------------------------------------------------------ the service VM's messages
+# One JSON object a line over a virtio-serial port. The guest measures; nothing in these messages
+# is a verdict, and every text in them comes from a machine that a tenant's GPU may have attacked.
+
+ShortText = Annotated[str, StringConstraints(max_length=256)]
+CheckName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9_]{1,40}$")]
+Metric = int | float | ShortText
+
+
+class ServiceMessage(BaseModel):
+    """What every line of the service VM carries. Unknown fields are ignored, so that a newer
+    image can say more."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    v: Literal[1]
+    run: LeaseId
+    nonce: str = Field(pattern=r"^[0-9a-f]{32}$")
+    seq: int = Field(ge=0, le=100_000)
+
+
+class ServiceHello(ServiceMessage):
+    """The program runs."""
+
+    t: Literal["hello"]
+    image: ShortText = ""
+    agent: ShortText = ""
+    boot_s: float = Field(default=0, ge=0, le=86400)
+
+
+class ServiceFunction(BaseModel):
+    """One PCI function as the guest sees it."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    guest_address: ShortText = ""
+    pci: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{4}:[0-9a-f]{4}$")]
+
+
+class ServiceDevice(BaseModel):
+    """One GPU as the guest sees it."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    kind: ShortText
+    functions: list[ServiceFunction] = Field(max_length=16)
+    serial: ShortText = ""
+    uuid: ShortText = ""
+    model: ShortText = ""
+    vbios: ShortText = ""
+    memory_mib: int = Field(default=0, ge=0, le=1 << 24)
+
+
+class ServiceIdentity(ServiceMessage):
+    """Which GPUs the guest has."""
+
+    t: Literal["identity"]
+    devices: list[ServiceDevice] = Field(max_length=16)
+
+
+class ServiceProgress(ServiceMessage):
+    """A sign of life within a check."""
+
+    t: Literal["progress"]
+    check: CheckName
+    pct: float = Field(ge=0, le=100)
+
+
+class ServiceResult(ServiceMessage):
+    """One check has ended."""
+
+    t: Literal["result"]
+    check: CheckName
+    status: Literal["pass", "fail", "degraded", "skip", "timeout", "error"]
+    seconds: float = Field(default=0, ge=0, le=86400)
+    metrics: dict[CheckName, Metric] = Field(default_factory=dict, max_length=64)
+    codes: list[ShortText] = Field(default_factory=list, max_length=16)
+
+
+class ServiceFinal(ServiceMessage):
+    """Nothing comes after this."""
+
+    t: Literal["final"]
+    ended: Literal["complete", "aborted"]
+    checks: int = Field(ge=0, le=1000)
+
+
+AnyServiceMessage = Annotated[
+    ServiceHello | ServiceIdentity | ServiceProgress | ServiceResult | ServiceFinal,
+    Field(discriminator="t"),
+]
