@@ -1,0 +1,160 @@
+"""The allocator goes away at any moment and comes back to a true picture."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuspawner import schema
+from gpuspawner.ledger.database import Deposed, Ledger
+from tests.layers import wait_for_async
+from tests.service.harness import Site, acquire_body, gpu_in, lease_in
+from tests.service.scripted import inventory
+
+
+@pytest.fixture
+async def site(tmp_path: Path):
+    """One host with two GPUs."""
+    site = Site(tmp_path)
+    world = site.world()
+    yield site
+    await world.close()
+    assert world.overlaps == []
+
+
+async def test_a_running_lease_goes_on(site: Site) -> None:
+    """The VM is the same one, and a stop after the restart works."""
+    async with site.running() as client:
+        await site.add_host(client, 0)
+        lease = await client.acquire(acquire_body())
+        await lease_in(client, lease.id, "running")
+    async with site.running() as client:
+        assert (await client.lease(lease.id)).state == "running"
+        assert lease.id in site.worlds["h1"].specs
+        await client.stop(lease.id, wait_s=20)
+        await gpu_in(client, lease.gpus[0], "unassigned")
+
+
+@pytest.mark.parametrize(
+    "call", ["make_home", "make_disks", "put_seed", "create", "guest", "eject_seed"]
+)
+async def test_stopped_in_the_middle_of_a_start(site: Site, call: str) -> None:
+    """The allocator is gone while a call to the host is under way; the new one finishes the start.
+
+    The boot payload died with the old allocator: where it is still needed, it is asked for.
+    """
+    world = site.worlds["h1"]
+    async with site.running() as client:
+        await site.add_host(client, 0)
+        world.history.clear()
+        world.gates[call] = asyncio.Event()
+        lease = await client.acquire(acquire_body())
+        await wait_for_async(lambda: any(h[0] == call for h in world.history), 10, call)
+    world.gates.pop(call).set()
+    async with site.running() as client:
+
+        async def run_or_ask() -> bool:
+            now = await client.lease(lease.id)
+            if now.payload_needed:
+                await client.put_payload(lease.id, acquire_body().payload)
+            return now.state == "running"
+
+        await wait_for_async(run_or_ask, 20, "the lease to run")
+        assert world.seeds == {}
+        assert len([s for s in world.specs.values() if s.kind == "lease"]) == 1
+
+
+@pytest.mark.parametrize("call", ["shutdown", "destroy", "released", "drop_disks"])
+async def test_stopped_in_the_middle_of_a_stop(site: Site, call: str) -> None:
+    """The new allocator finishes the stop, and the GPU is wiped."""
+    world = site.worlds["h1"]
+    async with site.running() as client:
+        await site.add_host(client, 0)
+        lease = await client.acquire(acquire_body())
+        await lease_in(client, lease.id, "running")
+        world.history.clear()
+        world.gates[call] = asyncio.Event()
+        await client.release(
+            schema.ReleaseLease(username="ada", server_name="", start_id="start-0001")
+        )
+        await wait_for_async(lambda: any(h[0] == call for h in world.history), 10, call)
+    world.gates.pop(call).set()
+    async with site.running() as client:
+        assert (await lease_in(client, lease.id, "ended")).reason == "released"
+        await gpu_in(client, lease.gpus[0], "unassigned")
+
+
+@pytest.mark.parametrize("call", ["witness", "reset", "create", "open_channel", "destroy"])
+async def test_stopped_in_the_middle_of_a_diagnosis(site: Site, call: str) -> None:
+    """No pass is inferred: the GPU is diagnosed anew, and no attempt is charged."""
+    world = site.worlds["h1"]
+    async with site.running() as client:
+        await site.add_host(client, 0)
+        lease = await client.acquire(acquire_body())
+        await lease_in(client, lease.id, "running")
+        await client.stop(lease.id, wait_s=20)
+        await gpu_in(client, lease.gpus[0], "unassigned")
+        world.history.clear()
+        world.gates[call] = asyncio.Event()
+        await client.gpu_action("h1", lease.gpus[0], schema.GpuAction(action="retest"))
+        await wait_for_async(lambda: any(h[0] == call for h in world.history), 10, call)
+    world.gates.pop(call).set()
+    async with site.running() as client:
+        gpu = await gpu_in(client, lease.gpus[0], "unassigned")
+        runs = await client.diagnoses(gpu=gpu.address)
+        assert [run.outcome for run in runs[:2]] == ["pass", "inconclusive"]
+        assert runs[0].attempt == 1
+        assert not [s for s in world.specs.values() if s.kind == "service"]
+
+
+async def test_a_vm_that_no_lease_owns_is_ended(site: Site) -> None:
+    """Found by listing, not by memory."""
+    world = site.worlds["h1"]
+    async with site.running() as client:
+        await site.add_host(client, 0)
+        lease = await client.acquire(acquire_body())
+        await lease_in(client, lease.id, "running")
+        spec = world.specs[lease.id]
+        await client.stop(lease.id, wait_s=20)
+        await gpu_in(client, lease.gpus[0], "unassigned")
+    await world.boot(spec)
+    async with site.running():
+        await wait_for_async(lambda: lease.id not in world.specs, 10, "the orphan to be ended")
+
+
+async def test_a_host_that_rebooted(site: Site) -> None:
+    """A changed boot id: leases there are over, and nothing that was proved counts any more."""
+    world = site.worlds["h1"]
+    async with site.running() as client:
+        await site.add_host(client, 0)
+        lease = await client.acquire(acquire_body())
+        await lease_in(client, lease.id, "running")
+    await world.end(lease.id)
+    diagnosed = len(world.resets)
+    world.inventory = inventory("h1", boot_id="boot-2")
+    async with site.running() as client:
+        ended = await lease_in(client, lease.id, "ended")
+        assert ended.reason == "host-lost"
+        for gpu in inventory("h1").gpus:
+            await gpu_in(client, gpu.address, "unassigned")
+        assert len(world.resets) == diagnosed + 2
+
+
+async def test_a_second_allocator_deposes_the_first(tmp_path: Path) -> None:
+    """Two writers on one pool would give a GPU twice: the older one can write nothing more."""
+    url = f"sqlite:///{tmp_path / 'ledger.sqlite'}"
+    old, new = Ledger(url), Ledger(url)
+    await old.open()
+    await new.open()
+
+    def nothing(_tx: Any) -> None:
+        return None
+
+    await new.write(nothing)
+    with pytest.raises(Deposed):
+        await old.write(nothing)
+    await old.close()
+    await new.close()
