@@ -27,10 +27,9 @@ log = logging.getLogger(__name__)
 
 # What a booting guest says on its console, and what the user is told about it.
 CONSOLE_STAGES: tuple[tuple[str, int, str], ...] = (
-    ("Linux version", 30, "Linux is starting."),
-    ("gpuspawner: seed read", 45, "The machine has its settings."),
-    ("gpuspawner: home", 55, "Your home is attached."),
-    ("gpuspawner: starting", 65, "JupyterLab is starting."),
+    ("gpuspawner: lease", 40, "The machine has its settings."),
+    ("gpuspawner: home", 50, "Your home is attached."),
+    ("gpuspawner: starting", 60, "JupyterLab is starting."),
 )
 
 

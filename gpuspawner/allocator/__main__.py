@@ -1,0 +1,5 @@
+"""``python -m gpuspawner.allocator``."""
+
+from gpuspawner.allocator.app import main
+
+main()

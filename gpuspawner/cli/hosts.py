@@ -1,0 +1,156 @@
+"""``gpuspawner host``: the machines of the pool."""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from gpuspawner.cli.common import Json, ask, build, fail, plain, show_json, show_table
+from gpuspawner.client import AllocatorClient, Finding
+from gpuspawner.schema import AddHost, ChangeHost, Host
+
+app = typer.Typer(help="The machines that carry GPUs.", no_args_is_help=True)
+
+Name = Annotated[str, typer.Argument(help="The host's name in the pool.")]
+BAD_LEVELS = frozenset({"error", "fatal"})
+
+
+@app.command("list")
+def list_hosts(json: Json = False) -> None:
+    """Show every host, its state and what is free on each NUMA node."""
+    hosts = ask(lambda client: client.hosts())
+    if json:
+        show_json(hosts)
+        return
+    show_table(
+        ("host", "state", "kind", "accel", "gpus", "free cores", "free MiB", "images", "note"),
+        (
+            (
+                host.name,
+                "drained" if host.drained and host.state == "ready" else host.state,
+                host.kind,
+                host.accel,
+                host.gpus,
+                _per_node([f"{node.free_cores}/{node.cores}" for node in host.nodes]),
+                _per_node([f"{node.free_mib}/{node.memory_mib}" for node in host.nodes]),
+                len(host.images),
+                host.reason,
+            )
+            for host in hosts
+        ),
+        "No hosts. Add one with 'gpuspawner host add NAME'.",
+    )
+
+
+def _per_node(values: list[str]) -> str:
+    return " + ".join(values)
+
+
+@app.command()
+def add(
+    name: Name,
+    uri: Annotated[str, typer.Option(help="libvirt URI.")] = "qemu:///system",
+    shell: Annotated[
+        str,
+        typer.Option(
+            help="How to run a command there, e.g. 'ssh -o BatchMode=yes root@gpu1'. Empty: it is "
+            "this machine."
+        ),
+    ] = "",
+    cidr: Annotated[str, typer.Option(help="Addresses for its guests.")] = "10.201.0.0/24",
+    network: Annotated[
+        Literal["nat", "bridge"],
+        typer.Option(help="nat: the hub runs on this host; bridge: the proxy routes to it."),
+    ] = "nat",
+    bridge: Annotated[str | None, typer.Option(help="Bridge on the host, for bridge.")] = None,
+    accel: Annotated[
+        Literal["auto", "kvm", "tcg"],
+        typer.Option(help="auto boots a small machine to see whether KVM works."),
+    ] = "auto",
+    emulated: Annotated[
+        Path | None,
+        typer.Option(help="YAML file that declares an emulated host; no real GPU is touched."),
+    ] = None,
+    wait: Annotated[
+        int, typer.Option(help="Seconds to wait until it is ready; 0 returns at once.")
+    ] = 300,
+) -> None:
+    """Take a host into the pool and wait until it is surveyed."""
+    try:
+        declaration = emulated.read_text() if emulated else None
+    except OSError as error:
+        fail(f"{emulated} cannot be read: {error.strerror}.")
+    body = build(
+        lambda: AddHost(
+            name=name,
+            uri=uri,
+            shell=shlex.split(shell),
+            cidr=cidr,
+            network=network,
+            bridge=bridge,
+            accel=accel,
+            emulated=declaration,
+        )
+    )
+
+    async def go(client: AllocatorClient) -> Host:
+        host = await client.add_host(body)
+        return await wait_ready(client, host.name, wait) if wait else host
+
+    host = ask(go)
+    typer.echo(f"{host.name}: {host.state}{f', {plain(host.reason)}' if host.reason else ''}")
+    if wait and host.state != "ready":
+        fail(
+            f"{host.name} is not ready after {wait} s. It stays in the pool and is tried again; "
+            f"'gpuspawner host check {host.name}' says what is in the way."
+        )
+
+
+async def wait_ready(client: AllocatorClient, name: str, wait_s: float) -> Host:
+    """The host once it is ready or unreachable, or as it is after ``wait_s`` seconds."""
+    deadline = asyncio.get_running_loop().time() + wait_s
+    while True:
+        host = next(host for host in await client.hosts() if host.name == name)
+        if host.state != "new" or asyncio.get_running_loop().time() > deadline:
+            return host
+        await asyncio.sleep(0.5)
+
+
+@app.command()
+def drain(name: Name) -> None:
+    """Place nothing more on a host; what runs there goes on."""
+    ask(lambda client: client.change_host(name, ChangeHost(drained=True)))
+    typer.echo(f"{name}: drained; its servers go on until they are stopped")
+
+
+@app.command()
+def undrain(name: Name) -> None:
+    """Place servers on a host again."""
+    ask(lambda client: client.change_host(name, ChangeHost(drained=False)))
+    typer.echo(f"{name}: in use again")
+
+
+@app.command()
+def check(name: Name, json: Json = False) -> None:
+    """Look for what stands in the way of using a host; exit status 1 if anything does."""
+    findings = ask(lambda client: client.check_host(name))
+    if json:
+        show_json(findings)
+    else:
+        show_findings(findings)
+    if any(finding.level in BAD_LEVELS for finding in findings):
+        raise typer.Exit(1)
+
+
+def show_findings(findings: list[Finding]) -> None:
+    """One line a finding, the remedy below it."""
+    if not findings:
+        typer.echo("nothing to complain about")
+    for finding in findings:
+        typer.echo(f"{finding.level:8} {plain(finding.text)}")
+        if finding.remedy:
+            typer.echo(f"{'':8} -> {plain(finding.remedy)}")

@@ -1,0 +1,83 @@
+"""Whether guests can run under KVM: decided by booting one, never by ``/dev/kvm`` being there.
+
+A host may have the device and yet hang every guest, or abort QEMU (nested virtualization that is
+not all there). So a service VM without a GPU is booted under KVM and given 20 s to say hello.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import uuid
+from typing import Protocol
+
+from gpuspawner.host.api import Channel, GuestSpec, HostError, Image
+from gpuspawner.host.guests import PROBE
+from gpuspawner.pool.topology import Cell, Claim, Inventory
+
+log = logging.getLogger(__name__)
+
+PORT = "org.gpuspawner.service.0"
+BOOT_S = 20.0
+_MIN_MEMORY_MIB = 512
+
+
+class Prober(Protocol):
+    """What the probe needs of a host."""
+
+    async def make_disks(self, spec: GuestSpec) -> None: ...
+    async def create(self, spec: GuestSpec) -> None: ...
+    async def open_channel(self, uuid: str, port: str) -> Channel: ...
+    async def destroy(self, uuid: str) -> None: ...
+    async def drop_disks(self, uuid: str) -> None: ...
+    async def drop_console(self, uuid: str) -> None: ...
+
+
+def probe_spec(image: Image, inventory: Inventory) -> GuestSpec:
+    """The smallest guest that says hello: one core of the first node, no GPU, no network."""
+    node = inventory.nodes[0]
+    cores = [*inventory.system_cores, *node.cores]
+    own = next(core for core in cores if core in node.cores)
+    memory_mib = max(image.min_memory_mib, _MIN_MEMORY_MIB)
+    return GuestSpec(
+        uuid=str(uuid.uuid4()),
+        kind=PROBE,
+        title="gpuspawner: does KVM work?",
+        claim=Claim(inventory.host, (), (Cell(node.id, (own,), memory_mib),)),
+        gpus=(),
+        image=image,
+        extra_cmdline=(
+            f"gpuspawner.run={uuid.uuid4()} gpuspawner.nonce={secrets.token_hex(16)} "
+            "gpuspawner.tier=L1"
+        ),
+        channel=PORT,
+    )
+
+
+async def says_hello(host: Prober, spec: GuestSpec) -> str:
+    """Boot ``spec`` and wait for its first words. Empty if they came, else why not."""
+    try:
+        async with asyncio.timeout(BOOT_S):
+            await host.make_disks(spec)
+            await host.create(spec)
+            channel = await host.open_channel(spec.uuid, PORT)
+            try:
+                async for _chunk in channel.read():
+                    return ""
+                return "the VM ended before it said anything"
+            finally:
+                await asyncio.shield(channel.close())
+    except TimeoutError:
+        return f"it said nothing within {BOOT_S:g} s"
+    except HostError as error:
+        return str(error)
+    finally:
+        await asyncio.shield(_clean_up(host, spec.uuid))
+
+
+async def _clean_up(host: Prober, guest: str) -> None:
+    for step in (host.destroy, host.drop_disks, host.drop_console):
+        with contextlib.suppress(HostError):
+            await step(guest)

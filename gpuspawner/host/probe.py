@@ -1,0 +1,361 @@
+"""What only the host itself can see: one script, sent over its shell, nothing installed there.
+
+    python3 - VERB [ARGUMENT] < probe.py
+
+Standard library only, Python 3.7 or later. One JSON object on one line: the answer, or
+``{"error": text, "remedy": text}`` and exit status 1. ``GPUSPAWNER_SYSFS`` and
+``GPUSPAWNER_PROC`` name other roots than ``/sys`` and ``/proc``, for tests.
+
+    boot            the boot id
+    inventory       NUMA nodes, CPUs, memory, and every PCI function with group, node and link
+    witness ADDR    whether the device in this slot answers on the bus, its ids, link and errors
+    reset ADDR      reset every function of the device's IOMMU group that can be
+    released ADDR   whether no process holds the device's VFIO group
+    holders PATH    the processes that have this file open or mapped
+    binding PID     where a process may run and take memory, thread by thread
+"""
+
+from __future__ import annotations
+
+import errno
+import glob
+import json
+import os
+import re
+import sys
+from typing import Any, Callable, Dict  # noqa: UP035  (Python 3.7)
+
+Answer = Dict[str, Any]  # noqa: UP006
+
+SYSFS = os.environ.get("GPUSPAWNER_SYSFS", "/sys")
+PROC = os.environ.get("GPUSPAWNER_PROC", "/proc")
+ADDRESS = re.compile(r"^[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]$")
+
+
+class ProbeError(Exception):
+    def __init__(self, text: str, remedy: str = "") -> None:
+        super().__init__(text)
+        self.remedy = remedy
+
+
+def read(path: str, default: str = "") -> str:
+    """A small sysfs file. Devices vanish while one reads them: then the default."""
+    try:
+        with open(path, encoding="ascii", errors="replace") as file:
+            return file.read().strip()
+    except OSError:
+        return default
+
+
+def number(text: str, default: float = 0.0) -> float:
+    """The number that a text starts with: '16.0 GT/s PCIe' is 16.0."""
+    match = re.match(r"[-+]?(0x[0-9a-fA-F]+|[0-9.]+)", text)
+    if not match:
+        return default
+    word = match.group(0)
+    return float(int(word, 16)) if "0x" in word else float(word)
+
+
+def cpu_list(text: str) -> list[int]:
+    """'0-2,8' is [0, 1, 2, 8]."""
+    cpus: list[int] = []
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        cpus.extend(range(int(first), int(last or first) + 1))
+    return cpus
+
+
+def memory_kib(text: str, name: str) -> int:
+    match = re.search(name + r":\s+(\d+) kB", text)
+    return int(match.group(1)) if match else 0
+
+
+def boot_id() -> str:
+    return read(PROC + "/sys/kernel/random/boot_id")
+
+
+def boot() -> Answer:
+    return {"v": 1, "boot_id": boot_id()}
+
+
+# -- inventory ------------------------------------------------------------------------------------
+
+
+def cores(cpus: list[int]) -> list[tuple[int, ...]]:
+    """Logical CPUs grouped by physical core."""
+    found = set()
+    for cpu in cpus:
+        base = f"{SYSFS}/devices/system/cpu/cpu{cpu}"
+        if read(base + "/online", "1") == "0":
+            continue
+        siblings = read(base + "/topology/thread_siblings_list", str(cpu))
+        found.add(tuple(cpu_list(siblings)))
+    return sorted(found)
+
+
+def hugepages(base: str) -> dict[int, dict[str, int]]:
+    pools = {}
+    for pool in glob.glob(base + "/hugepages/hugepages-*kB"):
+        size = int(pool.rsplit("-", 1)[1][:-2])
+        pools[size] = {
+            "total": int(read(pool + "/nr_hugepages", "0") or 0),
+            "free": int(read(pool + "/free_hugepages", "0") or 0),
+        }
+    return pools
+
+
+def nodes() -> list[Answer]:
+    result: list[Answer] = []
+    for base in glob.glob(SYSFS + "/devices/system/node/node[0-9]*"):
+        meminfo = read(base + "/meminfo")
+        result.append(
+            {
+                "id": int(base.rsplit("node", 1)[1]),
+                "cores": cores(cpu_list(read(base + "/cpulist"))),
+                "memory_kib": memory_kib(meminfo, "MemTotal"),
+                "free_kib": memory_kib(meminfo, "MemFree"),
+                "distances": [int(word) for word in read(base + "/distance").split()],
+                "hugepages": hugepages(base),
+            }
+        )
+    if not result:  # a kernel without NUMA: all is node 0
+        meminfo = read(PROC + "/meminfo")
+        result.append(
+            {
+                "id": 0,
+                "cores": cores(cpu_list(read(SYSFS + "/devices/system/cpu/online", "0"))),
+                "memory_kib": memory_kib(meminfo, "MemTotal"),
+                "free_kib": memory_kib(meminfo, "MemFree"),
+                "distances": [10],
+                "hugepages": hugepages(SYSFS + "/kernel/mm"),
+            }
+        )
+    return sorted(result, key=lambda node: node["id"])
+
+
+def link_name(path: str) -> str:
+    """The last part of a symbolic link's target, '' if there is no link."""
+    try:
+        return os.path.basename(os.readlink(path))
+    except OSError:
+        return ""
+
+
+def link(base: str) -> tuple[float, int]:
+    """Speed and width as the device itself says; where it has no PCIe capability, its port."""
+    for place in (base, os.path.join(os.path.realpath(base), "..")):
+        speed = number(read(place + "/current_link_speed"))
+        width = number(read(place + "/current_link_width"))
+        if speed and width:
+            return speed, int(width)
+    return 0.0, 0
+
+
+def function(base: str) -> Answer:
+    group = link_name(base + "/iommu_group")
+    speed, width = link(base)
+    vendor, device = (int(number(read(f"{base}/{name}"))) for name in ("vendor", "device"))
+    return {
+        "address": os.path.basename(base).lower(),
+        "id": f"{vendor:04x}:{device:04x}",
+        "class": f"{int(number(read(base + '/class'))):06x}",
+        "node": int(number(read(base + "/numa_node"), -1.0)),
+        "group": int(group) if group else -1,
+        "driver": link_name(base + "/driver"),
+        "link_speed_gts": speed,
+        "link_width": width,
+        "reset_methods": read(base + "/reset_method").split(),
+    }
+
+
+def inventory() -> Answer:
+    functions = [function(base) for base in glob.glob(SYSFS + "/bus/pci/devices/*")]
+    return {
+        "v": 1,
+        "boot_id": boot_id(),
+        "kernel": os.uname().release,
+        "nodes": nodes(),
+        "functions": sorted(functions, key=lambda each: each["address"]),
+    }
+
+
+# -- one device -----------------------------------------------------------------------------------
+
+
+def device(address: str) -> str:
+    if not ADDRESS.match(address):
+        raise ProbeError(f"{address!r} is no PCI address", "Write it as 0000:41:00.0.")
+    return f"{SYSFS}/bus/pci/devices/{address}"
+
+
+def group_members(base: str) -> list[str]:
+    """Addresses of all functions of the device's IOMMU group; itself where there is none."""
+    try:
+        return sorted(os.listdir(base + "/iommu_group/devices"))
+    except OSError:
+        return [os.path.basename(base)]
+
+
+def config(base: str) -> bytes:
+    try:
+        with open(base + "/config", "rb") as file:
+            return file.read(64)
+    except OSError:
+        return b""
+
+
+def witness(address: str) -> Answer:
+    base = device(address)
+    if not os.path.isdir(base):
+        return {"v": 1, "boot_id": boot_id(), "present": False, "note": "no device in this slot"}
+    head = config(base)
+    present = len(head) >= 4 and head[:4] != b"\xff\xff\xff\xff"
+    speed, width = link(base)
+    aer = {}
+    for kind in ("correctable", "nonfatal", "fatal"):
+        total = re.search(r"TOTAL_ERR_\w+\s+(\d+)", read(f"{base}/aer_dev_{kind}"))
+        if total:
+            aer[kind] = int(total.group(1))
+    members = group_members(base)
+    return {
+        "v": 1,
+        "boot_id": boot_id(),
+        "present": present,
+        "ids": [function(f"{SYSFS}/bus/pci/devices/{member}")["id"] for member in members],
+        "link_speed_gts": speed,
+        "link_width": width,
+        "aer": aer,
+        "note": "" if present else "its config space reads all ones",
+    }
+
+
+def reset(address: str) -> Answer:
+    base = device(address)
+    done = []
+    for member in group_members(base):
+        path = f"{SYSFS}/bus/pci/devices/{member}/reset"
+        if not os.path.exists(path):
+            continue
+        try:
+            with open(path, "w", encoding="ascii") as file:
+                file.write("1")
+        except OSError as error:
+            raise ProbeError(
+                f"the reset of {member} failed: {error.strerror}",
+                "Check that no process holds it, and its reset_method in sysfs; a power cycle "
+                "of the host always resets it.",
+            ) from error
+        done.append(member)
+    if not done:
+        raise ProbeError(
+            f"no function of {address} can be reset",
+            "Set a reset_method for it in sysfs, or keep it out of the pool.",
+        )
+    return {"v": 1, "reset": done}
+
+
+def released(address: str) -> Answer:
+    """A VFIO group opens for one process at a time, so opening it is the test."""
+    group = link_name(device(address) + "/iommu_group")
+    path = f"/dev/vfio/{group}"
+    if not group or not os.path.exists(path):
+        raise ProbeError(
+            f"{address} has no VFIO group",
+            "Bind it to vfio-pci at boot (driver_override) and switch the IOMMU on.",
+        )
+    try:
+        os.close(os.open(path, os.O_RDWR))
+    except OSError as error:
+        if error.errno == errno.EBUSY:
+            return {"v": 1, "released": False, "holders": holders(path)["holders"]}
+        raise
+    return {"v": 1, "released": True, "holders": []}
+
+
+# -- processes ------------------------------------------------------------------------------------
+
+
+def holders(path: str) -> Answer:
+    try:
+        wanted = os.stat(path)
+    except FileNotFoundError:
+        return {"v": 1, "holders": []}
+    key = (wanted.st_dev, wanted.st_ino)
+    found = []
+    for entry in os.listdir(PROC):
+        if entry.isdigit() and (holds_open(entry, wanted, key) or holds_mapped(entry, wanted)):
+            found.append({"pid": int(entry), "name": read(f"{PROC}/{entry}/comm")})
+    return {"v": 1, "holders": found}
+
+
+def holds_open(pid: str, wanted: os.stat_result, key: tuple[int, int]) -> bool:
+    try:
+        numbers = os.listdir(f"{PROC}/{pid}/fd")
+    except OSError:  # the process has ended
+        return False
+    for fd in numbers:
+        try:
+            status = os.stat(f"{PROC}/{pid}/fd/{fd}")
+        except OSError:
+            continue
+        # A device node is the same device under any name (QEMU has a /dev of its own).
+        if (status.st_dev, status.st_ino) == key:
+            return True
+        if wanted.st_rdev and status.st_rdev == wanted.st_rdev:
+            return True
+    return False
+
+
+def holds_mapped(pid: str, wanted: os.stat_result) -> bool:
+    field = f"{os.major(wanted.st_dev):02x}:{os.minor(wanted.st_dev):02x} {wanted.st_ino} "
+    return field in read(f"{PROC}/{pid}/maps")
+
+
+def binding(pid: str) -> Answer:
+    base = f"{PROC}/{int(pid)}"
+    status = read(base + "/status")
+    if not status:
+        raise ProbeError(f"there is no process {pid}", "")
+
+    def value(text: str, name: str) -> str:
+        match = re.search(rf"^{name}:\s*(.*)$", text, re.MULTILINE)
+        return match.group(1) if match else ""
+
+    threads = []
+    for task in sorted(glob.glob(base + "/task/*"), key=lambda each: int(each.rsplit("/", 1)[1])):
+        text = read(task + "/status")
+        threads.append({"name": read(task + "/comm"), "cpus": value(text, "Cpus_allowed_list")})
+    return {
+        "v": 1,
+        "nodes": value(status, "Mems_allowed_list"),
+        "locked_kib": int(number(value(status, "VmLck"))),
+        "threads": threads,
+    }
+
+
+VERBS: dict[str, Callable[..., Answer]] = {
+    "boot": boot,
+    "inventory": inventory,
+    "witness": witness,
+    "reset": reset,
+    "released": released,
+    "holders": holders,
+    "binding": binding,
+}
+
+
+def main(arguments: list[str]) -> int:
+    try:
+        if not arguments or arguments[0] not in VERBS:
+            raise ProbeError(f"the verb must be one of {', '.join(VERBS)}")
+        answer = VERBS[arguments[0]](*arguments[1:])
+    except ProbeError as error:
+        answer = {"error": str(error), "remedy": error.remedy}
+    except (OSError, ValueError, TypeError) as error:
+        answer = {"error": f"{type(error).__name__}: {error}", "remedy": ""}
+    print(json.dumps(answer), flush=True)
+    return 1 if "error" in answer else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,222 @@
+"""A whole installation: allocator, proxy and hub as siblings, each of which may be killed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.layers import wait_for_async
+from tests.vm.hub_config import CHECKOUT, TOKEN
+from tests.vm.pool import GATEWAY, Pool
+
+BASE = "http://127.0.0.1:8000"
+HUB_URL = f"http://{GATEWAY}:8081"
+PASSWORD = "a password for the tests"
+
+
+class HubSite(Pool):
+    """A pool with a hub and a proxy before it."""
+
+    def __init__(self, folder: Path, **traits: Any) -> None:
+        super().__init__(folder, hub_api_url=f"{HUB_URL}/hub/api", **traits)
+        self.children: dict[str, subprocess.Popen[bytes]] = {}
+        for name, text in (
+            ("service.token", "s" * 40),
+            ("proxy.token", "p" * 40),
+            ("password", PASSWORD),
+            ("admin.password", PASSWORD * 2),
+        ):
+            path = folder / name
+            path.touch(mode=0o600)
+            path.write_text(text)
+
+    def _spawn(self, name: str, command: list[str]) -> None:
+        environment = {
+            **os.environ,
+            "GPUSPAWNER_CONFIG": str(self.folder / "gpuspawner_config.py"),
+            "GPUSPAWNER_HUB_URL": HUB_URL,
+            "GPUSPAWNER_BIND_URL": BASE,
+            "CONFIGPROXY_AUTH_TOKEN": "p" * 40,
+            "PYTHONPATH": str(CHECKOUT),
+        }
+        with (self.folder / f"{name}.log").open("ab") as out:
+            self.children[name] = subprocess.Popen(
+                command,
+                env=environment,
+                cwd=self.folder,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+            )
+
+    def start_proxy(self) -> None:
+        """configurable-http-proxy, as production runs it."""
+        program = shutil.which("configurable-http-proxy")
+        if program is None:
+            pytest.exit("configurable-http-proxy is missing: run 'tests/run'.", returncode=4)
+        self._spawn(
+            "proxy",
+            [program, "--ip", "127.0.0.1", "--port", "8000", "--api-ip", "127.0.0.1",
+             "--api-port", "8001", "--error-target", f"{HUB_URL}/hub/error"],
+        )  # fmt: skip
+
+    async def start_hub(self) -> None:
+        """The hub; back when its pages answer through the proxy."""
+        self._spawn(
+            "hub",
+            [sys.executable, "-m", "jupyterhub", "-f", str(CHECKOUT / "tests/vm/hub_config.py")],
+        )
+
+        async def answers() -> bool:
+            assert self.children["hub"].poll() is None, (self.folder / "hub.log").read_text()[
+                -3000:
+            ]
+            with contextlib.suppress(aiohttp.ClientError, OSError):
+                async with (
+                    aiohttp.ClientSession() as session,
+                    session.get(BASE + "/hub/login") as page,
+                ):
+                    return page.status == 200
+            return False
+
+        await wait_for_async(answers, 90, "the hub to answer", 0.3)
+
+    def kill_child(self, name: str) -> None:
+        """``kill -9``."""
+        self.children[name].send_signal(signal.SIGKILL)
+        self.children[name].wait()
+
+    async def remove(self) -> None:
+        """End hub and proxy, then the pool."""
+        for name in ("hub", "proxy"):
+            child = self.children.get(name)
+            if child is not None and child.poll() is None:
+                child.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    await asyncio.to_thread(child.wait, 30)
+        await super().remove()
+        print((self.folder / "hub.log").read_text()[-6000:] if self.children else "")
+
+    # ------------------------------------------------------------------ the hub's API
+
+    async def hub(
+        self, method: str, path: str, body: Any = None, token: str = TOKEN
+    ) -> tuple[int, Any]:
+        """One call of the hub's API through the proxy."""
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session,
+            session.request(
+                method,
+                f"{BASE}/hub/api/{path}",
+                json=body,
+                headers={"Authorization": f"Bearer {token}"},
+            ) as answer,
+        ):
+            text = await answer.text()
+            return answer.status, json.loads(text) if text else None
+
+    async def start_lab(self, user: str, options: dict[str, Any] | None = None) -> str:
+        """Start a user's server as a portal would; returns a token of the user's."""
+        await self.hub("POST", f"users/{user}", {})
+        status, made = await self.hub("POST", f"users/{user}/tokens", {"note": "tests"})
+        assert status in (200, 201), made
+        status, answer = await self.hub("POST", f"users/{user}/server", options or {})
+        assert status in (201, 202), answer
+        await self.lab_ready(user)
+        return str(made["token"])
+
+    async def lab_ready(self, user: str, timeout: float = 400) -> None:
+        """Wait until the hub says that the server is ready."""
+
+        async def ready() -> bool:
+            _status, model = await self.hub("GET", f"users/{user}")
+            server = model["servers"].get("")
+            assert server is not None, f"the start failed: {await self.hub('GET', f'users/{user}')}"
+            return bool(server["ready"])
+
+        await wait_for_async(ready, timeout, f"the server of {user}", 1.0)
+
+    async def stop_lab(self, user: str) -> None:
+        """Stop it through the hub."""
+        status, answer = await self.hub("DELETE", f"users/{user}/server")
+        assert status in (202, 204), answer
+
+        async def stopped() -> bool:
+            _status, model = await self.hub("GET", f"users/{user}")
+            return not model["servers"]
+
+        await wait_for_async(stopped, 300, "the server to stop", 1.0)
+
+
+class Lab:
+    """A user's JupyterLab, through the proxy: kernels and files."""
+
+    def __init__(self, user: str, token: str) -> None:
+        self.base = f"{BASE}/user/{user}"
+        self.headers = {"Authorization": f"Bearer {token}"}
+        self.kernel = ""
+
+    async def call(self, method: str, path: str, body: Any = None) -> Any:
+        """One call of Jupyter Server's API."""
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session,
+            session.request(
+                method, f"{self.base}/api/{path}", json=body, headers=self.headers
+            ) as answer,
+        ):
+            text = await answer.text()
+            assert answer.status < 300, f"{path}: {answer.status} {text[:500]}"
+            return json.loads(text) if text else None
+
+    async def start_kernel(self) -> None:
+        """A Python kernel; cells run in it until the server stops."""
+        self.kernel = (await self.call("POST", "kernels", {"name": "python3"}))["id"]
+
+    async def run(self, code: str, timeout: float = 180) -> str:
+        """Run a cell and return what it printed."""
+        message_id = uuid.uuid4().hex
+        header = {
+            "msg_id": message_id, "msg_type": "execute_request", "session": "tests",
+            "username": "tests", "version": "5.3", "date": "",
+        }  # fmt: skip
+        content = {
+            "code": code, "silent": False, "store_history": False, "user_expressions": {},
+            "allow_stdin": False, "stop_on_error": True,
+        }  # fmt: skip
+        request = {
+            "channel": "shell", "header": header, "parent_header": {}, "metadata": {},
+            "content": content, "buffers": [],
+        }  # fmt: skip
+        printed: list[str] = []
+        async with (
+            asyncio.timeout(timeout),
+            aiohttp.ClientSession() as session,
+            session.ws_connect(
+                f"{self.base}/api/kernels/{self.kernel}/channels", headers=self.headers
+            ) as socket,
+        ):
+            await socket.send_json(request)
+            async for frame in socket:
+                message = json.loads(frame.data)
+                if message["parent_header"].get("msg_id") != message_id:
+                    continue
+                kind, told = message["msg_type"], message["content"]
+                if kind == "stream":
+                    printed.append(told["text"])
+                elif kind == "error":
+                    raise AssertionError(f"{told['ename']}: {told['evalue']}")
+                elif kind == "status" and told["execution_state"] == "idle":
+                    return "".join(printed)
+        raise AssertionError("the kernel's connection closed")
