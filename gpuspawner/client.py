@@ -21,6 +21,7 @@ from pydantic import BaseModel, ValidationError
 from gpuspawner.schema import (
     AcquireLease,
     AddHost,
+    AuditEntry,
     BootPayload,
     ChangeHost,
     Diagnosis,
@@ -33,9 +34,11 @@ from gpuspawner.schema import (
     ImageInfo,
     Lease,
     LeaseEvent,
+    Limit,
     Refusal,
     ReleaseLease,
     Reply,
+    SetLimit,
 )
 from gpuspawner.sse import SseError, SseParser
 
@@ -78,6 +81,14 @@ class _Diagnoses(Reply):
 
 class _Images(Reply):
     images: list[ImageInfo]
+
+
+class _Limits(Reply):
+    limits: list[Limit]
+
+
+class _Audit(Reply):
+    audit: list[AuditEntry]
 
 
 class _Findings(Reply):
@@ -325,6 +336,19 @@ class AllocatorClient:
     async def images(self) -> list[ImageInfo]:
         """Every image and where it is present."""
         return (await self._call("GET", "images", _Images)).images
+
+    async def limits(self) -> list[Limit]:
+        """All limits on GPUs at once."""
+        return (await self._call("GET", "limits", _Limits)).limits
+
+    async def set_limit(self, kind: str, name: str, gpus: int | None, why: str) -> None:
+        """Set the limit of ``default``, of a ``user`` or of a ``group``; ``None`` takes it away."""
+        path = "limits/default" if kind == "default" else f"limits/{kind}/{_segment(name)}"
+        await self._send("PUT", path, (204,), body=SetLimit(gpus=gpus, why=why))
+
+    async def audit(self) -> list[AuditEntry]:
+        """Who changed which limit, newest first."""
+        return (await self._call("GET", "audit", _Audit)).audit
 
     async def health(self) -> Health:
         """Whether the allocator works; also answered with HTTP 503 when it does not."""

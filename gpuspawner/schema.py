@@ -17,6 +17,7 @@ HostName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$"
 PciAddress = Annotated[
     str, StringConstraints(pattern=r"^[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]$")
 ]
+GroupName = Annotated[str, StringConstraints(min_length=1, max_length=255)]
 ImageName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
 
 
@@ -67,6 +68,9 @@ class AcquireLease(Strict):
     username: str = Field(min_length=1, max_length=255)
     server_name: str = Field(default="", max_length=255)
     start_id: StartId
+    groups: list[GroupName] = Field(
+        default_factory=list, max_length=1000, description="The user's JupyterHub groups"
+    )
     request: LeaseRequest
     payload: BootPayload
     ready_path: str = Field(
@@ -255,6 +259,34 @@ class GpuAction(Strict):
 
     action: Literal["enroll", "retest", "retire", "hold", "unhold"]
     reason: str = Field(default="", max_length=500)
+
+
+class Limit(Reply):
+    """How many GPUs somebody may hold at once: everyone (``default``), one user, or all members
+    of a group together."""
+
+    kind: Literal["default", "user", "group"]
+    name: str = Field(description="User or group; empty for the default")
+    gpus: int = Field(ge=0)
+
+
+class SetLimit(Strict):
+    """``PUT /limits/KIND/NAME``. ``gpus`` of null takes the limit away."""
+
+    gpus: int | None = Field(ge=0, le=100_000)
+    why: str = Field(min_length=1, max_length=500, description="For the audit")
+
+
+class AuditEntry(Reply):
+    """One change of a limit: who, when, old, new, why."""
+
+    id: int
+    at: datetime
+    who: str
+    what: str
+    old: int | None
+    new: int | None
+    why: str
 
 
 class EndLease(Strict):

@@ -134,6 +134,7 @@ class GPUSpawner(ChoosingSpawner, Spawner):  # type: ignore[misc]  # JupyterHub 
             username=self.user.name,
             server_name=self.name,
             start_id=self._start_id,
+            groups=sorted(group.name for group in self.user.groups),
             request=selection.request,
             payload=self._payload(),
             ready_path=self.server.base_url.rstrip("/") + "/api",

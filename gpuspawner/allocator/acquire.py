@@ -12,9 +12,11 @@ from gpuspawner.ledger import gpus as gpu_ledger
 from gpuspawner.ledger import homes as home_ledger
 from gpuspawner.ledger import hosts as host_ledger
 from gpuspawner.ledger import leases as lease_ledger
+from gpuspawner.ledger import limits as limit_ledger
 from gpuspawner.ledger.database import Transaction
 from gpuspawner.ledger.records import LeaseRecord
 from gpuspawner.pool.placement import Refusal, place
+from gpuspawner.pool.quota import Excess, excess
 from gpuspawner.pool.states import COMING, HELD, EndReason, GpuState, LeaseState
 from gpuspawner.pool.topology import Claim, HostView, Request
 from gpuspawner.schema import AcquireLease
@@ -76,6 +78,7 @@ def acquire(
         "image_digest": image_digest,
         "created_ms": now_ms,
         "wait_until_ms": now_ms + rules.max_wait_ms,
+        "groups": body.groups,
     }
     if lease_ledger.was_released_early(tx, key, body.start_id):
         text = "The server was stopped before it had begun to start."
@@ -91,6 +94,15 @@ def acquire(
     if old is not None:
         lease_ledger.stop(tx, old.id, EndReason.SUPERSEDED, "The server was started anew.", now_ms)
     lease = lease_ledger.insert(tx, values, "Asked for a place.")
+    over = excess(
+        limit_ledger.load(tx),
+        limit_ledger.holdings(tx, key),
+        username=body.username,
+        groups=body.groups,
+        gpus=body.request.gpus,
+    )
+    if over is not None:
+        return _refused(tx, lease, limit_error(over), now_ms)
     if lease_ledger.stopping_of_key(tx, key):
         lease_ledger.add_event(
             tx, lease, now_ms, "progress", 1, "Waiting for your previous server to stop."
@@ -99,11 +111,20 @@ def acquire(
     refusal = place_queue(tx, views, now_ms).get(lease.id)
     if refusal is not None:
         if not refusal.can_wait:
-            error = capacity_error(tx, lease, refusal)
-            ended = lease_ledger.stop(tx, lease.id, EndReason.REFUSED, error.body.message, now_ms)
-            return Acquired(ended, True, error)
+            return _refused(tx, lease, capacity_error(tx, lease, refusal), now_ms)
         lease_ledger.add_event(tx, lease, now_ms, "progress", 1, waiting_text(tx, lease, refusal))
     return Acquired(lease_ledger.need(tx, lease.id), True)
+
+
+def _refused(tx: Transaction, lease: LeaseRecord, error: ApiError, now_ms: int) -> Acquired:
+    """Nothing comes of it; the record stays, so that the user can be told later too."""
+    ended = lease_ledger.stop(tx, lease.id, EndReason.REFUSED, error.body.message, now_ms)
+    return Acquired(ended, True, error)
+
+
+def limit_error(over: Excess) -> ApiError:
+    """403 with the limit's numbers."""
+    return ApiError(403, "limit", over.sentence(), constraint=f"limit-{over.kind}")
 
 
 def place_queue(tx: Transaction, views: host_ledger.Views, now_ms: int) -> dict[str, Refusal]:

@@ -21,6 +21,7 @@ from traitlets.config import Application
 from traitlets.utils.importstring import import_item
 
 from gpuspawner.allocator.api_leases import LeaseApi
+from gpuspawner.allocator.api_limits import LimitApi
 from gpuspawner.allocator.api_pool import PoolApi
 from gpuspawner.allocator.auth import Gatekeeper
 from gpuspawner.allocator.context import Context, Limits
@@ -241,7 +242,7 @@ class Allocator(Application):
                 "Allocator.key, or listen on 127.0.0.1."
             )
         prefix = address.path if address.path.endswith("/") else address.path + "/"
-        routes = [*lease_api.routes(), *pool_api.routes()]
+        routes = [*lease_api.routes(), *pool_api.routes(), *LimitApi(context).routes()]
         app = application(prefix, gatekeeper, context, lease_api, routes, pool_api.health)
         server = HTTPServer(app, ssl_options=context_tls, max_body_size=MAX_BODY_BYTES)
         try:

@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Awaitable
 from typing import Any, ClassVar
+from urllib.parse import unquote
 
 import sqlalchemy as sa
 from pydantic import BaseModel, ValidationError
@@ -107,7 +108,10 @@ class Endpoint(Base):
         super().initialize(gatekeeper)
         self._routes = routes
 
-    async def _dispatch(self, path: str) -> None:
+    async def _dispatch(self, _decoded: str) -> None:
+        # Tornado gives the path decoded; only the raw one tells a slash in a name from one that
+        # parts names.
+        path = self.request.path.split("/api/v1/", 1)[1]
         allowed: list[str] = []
         for route in self._routes:
             match = route.pattern.match(path)
@@ -116,7 +120,8 @@ class Endpoint(Base):
             if route.method != self.request.method:
                 allowed.append(route.method)
                 continue
-            await self.guarded(self._run(route, match.groupdict()))
+            path_words = {name: unquote(word) for name, word in match.groupdict().items()}
+            await self.guarded(self._run(route, path_words))
             return
         if allowed:
             self.set_header("Allow", ", ".join(allowed))

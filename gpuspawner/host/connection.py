@@ -247,8 +247,7 @@ class Connection:
         if not self.reachable:
             raise self._unreachable()
         job = _Job(fn)
-        lane.submit(job)
-        waiter = asyncio.wrap_future(job.future)
+        waiter = self._submit(lane, job)
         try:
             while not waiter.done():
                 left_s = job.beat + limit_s - time.monotonic()
@@ -262,6 +261,13 @@ class Connection:
             job.future.cancel()  # our caller was cancelled: it need not begin any more
         self._failures = 0
         return result
+
+    def _submit(self, lane: _Lane, job: _Job[T]) -> asyncio.Future[T]:
+        lane.submit(job)
+        waiter = asyncio.wrap_future(job.future)
+        # What an abandoned call comes back with is nobody's news any more.
+        waiter.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return waiter
 
     def _abandon(self, lane: _Lane, job: _Job[Any], what: str, limit_s: float) -> HostError:
         text = f"Host {self.host}: {what} took longer than {limit_s:g} s and was abandoned."
@@ -314,8 +320,7 @@ class Connection:
                 continue
             lane = self._control
             job: _Job[object] = _Job(lambda connection, _beat: connection.getLibVersion())
-            lane.submit(job)
-            waiter = asyncio.wrap_future(job.future)
+            waiter = self._submit(lane, job)
             try:
                 await asyncio.wait_for(waiter, 10)
             except (TimeoutError, libvirt.libvirtError) as error:
@@ -383,11 +388,34 @@ _REMEDIES = {
 }
 
 
+# libvirt has one code for most of what QEMU and the system say.
+_REMEDIES_BY_TEXT = (
+    (
+        "No space left on device",
+        "Free some space on the disk of the host's storage pool, or make it larger.",
+    ),
+    (
+        "Network is already in use",
+        "Give the host another range for its guests; this one is on an interface there already.",
+    ),
+    (
+        "Permission denied",
+        "QEMU runs under an account of its own there: it must be able to pass every folder above "
+        "the storage pool (chmod o+x).",
+    ),
+    (
+        "Cannot allocate memory",
+        "The node has less memory than the pool believes: raise its reserve, or look at what "
+        "else runs on the host.",
+    ),
+)
+
+
 def explain(host: str, what: str, error: Any) -> HostError:
     """A refusal by libvirt as a ``HostError`` with what to do next."""
     remedy = _REMEDIES.get(error.get_error_code(), "")
-    if "No space left on device" in str(error):
-        remedy = "Free some space on the disk of the host's storage pool, or make it larger."
+    text = str(error)
+    remedy = next((remedy for part, remedy in _REMEDIES_BY_TEXT if part in text), remedy)
     if not remedy:
         remedy = f"Look at libvirt's log on {host}."
     return HostError(f"Host {host}: {what} failed: {error}.", remedy)

@@ -77,6 +77,7 @@ class LeaseRecord:
     wait_until_ms: int | None
     running_ms: int | None
     ended_ms: int | None
+    groups: tuple[str, ...]
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -161,6 +162,7 @@ def lease_record(row: Row[Any]) -> LeaseRecord:
     values["reason"] = None if values["reason"] is None else EndReason(values["reason"])
     raw = values["claim"]
     values["claim"] = None if raw is None else CLAIM.validate_python(raw)
+    values["groups"] = tuple(values["groups"])
     return LeaseRecord(**values)
 
 

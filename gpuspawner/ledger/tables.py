@@ -112,6 +112,8 @@ leases = Table(
     Column("wait_until_ms", BigInteger),
     Column("running_ms", BigInteger),
     Column("ended_ms", BigInteger),
+    # The user's groups when the lease was asked for: their limits count it.
+    Column("groups", JSON, nullable=False, server_default=text("'[]'")),
     # One server has one lease; its predecessor may still be stopping.
     Index(
         "uq_leases_live_key",
@@ -234,4 +236,24 @@ homes = Table(
         sqlite_where=text("trashed_ms IS NULL"),
         postgresql_where=text("trashed_ms IS NULL"),
     ),
+)
+
+limits = Table(
+    "limits",
+    metadata,
+    Column("kind", String(8), primary_key=True),  # default, user, group
+    Column("name", String(255), primary_key=True),
+    Column("gpus", Integer, nullable=False),
+)
+
+audit = Table(
+    "audit",
+    metadata,
+    Column("id", _Serial, primary_key=True, autoincrement=True),
+    Column("at_ms", BigInteger, nullable=False),
+    Column("who", String(255), nullable=False),
+    Column("what", String(300), nullable=False),
+    Column("old", Integer),
+    Column("new", Integer),
+    Column("why", Text, nullable=False),
 )

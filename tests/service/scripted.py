@@ -18,6 +18,7 @@ from typing import Any
 from gpuspawner.host.api import Channel, Guest, GuestSpec, HostError, Image
 from gpuspawner.pool.topology import Gpu, Inventory, Node
 from gpuspawner.pool.verdict import Witness
+from tests.layers import wait_for_async
 
 IDS = ("1234:11e8", "1af4:1110")
 CHECKS = ("identity", "liveness", "known_answer", "dma", "residue", "overwrite", "read_back")
@@ -166,8 +167,7 @@ class ScriptedChannel(Channel):
             words["gpuspawner.run"], words["gpuspawner.nonce"], self.spec.gpus[0].address
         ):
             yield line
-        while self.spec.uuid in self.world.specs:
-            await asyncio.sleep(0.05)
+        await wait_for_async(lambda: self.spec.uuid not in self.world.specs, 3600, "the end")
 
     async def write(self, data: bytes) -> None:
         """The acknowledgement: the guest powers off."""

@@ -15,9 +15,9 @@ from tests.service.harness import Site, acquire_body, gpu_in, lease_in
 
 
 @pytest.fixture
-async def site(tmp_path: Path):
+async def site(tmp_path: Path, db_url: str | None):
     """A site with one host of two GPUs."""
-    site = Site(tmp_path)
+    site = Site(tmp_path, db_url)
     world = site.world()
     yield site
     await world.close()

@@ -16,9 +16,9 @@ from tests.service.scripted import inventory
 
 
 @pytest.fixture
-async def site(tmp_path: Path):
+async def site(tmp_path: Path, db_url: str | None):
     """One host with two GPUs."""
-    site = Site(tmp_path)
+    site = Site(tmp_path, db_url)
     world = site.world()
     yield site
     await world.close()

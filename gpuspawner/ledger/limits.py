@@ -1,0 +1,59 @@
+"""Limits in the ledger. Every change leaves a line of audit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy import Connection
+
+from gpuspawner.ledger import tables as t
+from gpuspawner.pool.quota import Holding, Limits
+from gpuspawner.pool.states import LeaseState
+
+
+def load(tx: Connection) -> Limits:
+    """All limits."""
+    rows = tx.execute(sa.select(t.limits)).all()
+    by_kind = {
+        kind: {row.name: row.gpus for row in rows if row.kind == kind} for kind in ("user", "group")
+    }
+    default = next((row.gpus for row in rows if row.kind == "default"), None)
+    return Limits(default, by_kind["user"], by_kind["group"])
+
+
+def holdings(tx: Connection, besides: tuple[str, str, str]) -> list[Holding]:
+    """What all open leases hold, except those of one server."""
+    rows = tx.execute(sa.select(t.leases).where(t.leases.c.state != LeaseState.ENDED))
+    return [
+        Holding(row.username, row.server_name, tuple(row.groups), row.request["gpus"])
+        for row in rows
+        if (row.hub_id, row.username, row.server_name) != besides
+    ]
+
+
+def put(
+    tx: Connection, kind: str, name: str, gpus: int | None, who: str, why: str, now_ms: int
+) -> None:
+    """Set a limit, or take it away with ``None``."""
+    where = (t.limits.c.kind == kind, t.limits.c.name == name)
+    old = tx.execute(sa.select(t.limits.c.gpus).where(*where)).scalar_one_or_none()
+    tx.execute(t.limits.delete().where(*where))
+    if gpus is not None:
+        tx.execute(t.limits.insert().values(kind=kind, name=name, gpus=gpus))
+    tx.execute(
+        t.audit.insert().values(
+            at_ms=now_ms,
+            who=who,
+            what=f"limit {kind} {name}".rstrip(),
+            old=old,
+            new=gpus,
+            why=why,
+        )
+    )
+
+
+def audit(tx: Connection, limit: int) -> list[dict[str, Any]]:
+    """The newest changes first."""
+    rows = tx.execute(sa.select(t.audit).order_by(t.audit.c.id.desc()).limit(limit))
+    return [dict(row._mapping) for row in rows]
