@@ -33,6 +33,7 @@ Beat = Callable[[], None]
 # What to do with a connection just opened; gives how to undo it before it is closed.
 Prepare = Callable[[Any], Callable[[], None]]
 
+THREADS = 4  # a host's, for all but volume streams
 FAILURES = 3
 KEEPALIVE_S = 5
 KEEPALIVE_COUNT = 3
@@ -334,7 +335,7 @@ class Connection:
             return
 
     def _new_control(self) -> _Lane:
-        return _Lane(self.uri, self.host, 4, self._subscribe)
+        return _Lane(self.uri, self.host, THREADS, self._subscribe)
 
     def _new_bulk(self) -> _Lane:
         return _Lane(self.uri, f"{self.host}-bulk", 2, lambda _connection: _nothing)

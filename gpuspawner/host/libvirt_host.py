@@ -15,7 +15,7 @@ from gpuspawner.host import guests as vms
 from gpuspawner.host import volumes
 from gpuspawner.host.api import Channel, Guest, GuestSpec, HostError, Image
 from gpuspawner.host.channel import StreamChannel
-from gpuspawner.host.connection import Connection
+from gpuspawner.host.connection import THREADS, Connection
 from gpuspawner.host.domain import Options, build_domain
 from gpuspawner.host.emulated import IDENTITY_BYTES, Emulated, identity_page, is_identity_page
 from gpuspawner.host.inventory import HostRules, parse_inventory, parse_witness
@@ -91,6 +91,8 @@ class LibvirtHost:
         self._inventory: Inventory | None = None
         self._home_cache = "none"
         self._copying = asyncio.Lock()
+        # VMs take minutes to start and to end; one thread of the four is always left for the rest.
+        self._slow = asyncio.Semaphore(THREADS - 1)
 
     # -- coming and going -------------------------------------------------------------------------
 
@@ -100,7 +102,10 @@ class LibvirtHost:
         await self._connection.open()
         self._capabilities, self._real_cpus = await self._call(_look, "reading its capabilities")
         await self._call(self._pool.ensure, "preparing its storage pool", deadline_s=60)
-        await self._call(self._network.ensure, "preparing its network", deadline_s=30)
+        network = replace(
+            self._network, blocked=(*self._network.blocked, *await self._own_addresses())
+        )
+        await self._call(network.ensure, "preparing its network", deadline_s=30)
         await self._end_probes()
         if self._emulated is not None:
             for gpu in self._emulated.gpus:
@@ -294,11 +299,12 @@ class LibvirtHost:
 
     async def destroy(self, uuid: str) -> None:
         """End the VM now, and see its process gone."""
-        await self._call(
-            lambda connection: vms.destroy(connection, uuid, DESTROY_S - 10),
-            f"ending the VM {uuid}",
-            deadline_s=DESTROY_S,
-        )
+        async with self._slow:
+            await self._call(
+                lambda connection: vms.destroy(connection, uuid, DESTROY_S - 10),
+                f"ending the VM {uuid}",
+                deadline_s=DESTROY_S,
+            )
 
     async def console(self, uuid: str, last_bytes: int = 16384) -> str:
         """The end of the guest's serial console, control characters removed; empty if there is
@@ -353,6 +359,12 @@ class LibvirtHost:
             return str((await self._probe("boot"))["boot_id"])
         return _own_boot_id()
 
+    async def _own_addresses(self) -> list[str]:
+        """The host's addresses on other networks than the guests': no guest may reach them."""
+        if self._shell is None:
+            return []
+        return [str(each) for each in (await self._probe("addresses"))["addresses"]]
+
     def _list(self, connection: Any) -> list[vms.Found]:
         return vms.listing(connection, self._instance, self.name)
 
@@ -395,7 +407,8 @@ class LibvirtHost:
                 vms.create(connection, spec.uuid, build_domain(spec, binding, parts, options))
 
         try:
-            await self._call(start, f"starting the VM {spec.uuid}", deadline_s)
+            async with self._slow:
+                await self._call(start, f"starting the VM {spec.uuid}", deadline_s)
         except ValueError as error:
             raise HostError(str(error), "Change the profile that asks for this.") from error
 

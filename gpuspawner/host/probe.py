@@ -7,6 +7,7 @@ Standard library only, Python 3.7 or later. One JSON object on one line: the ans
 ``GPUSPAWNER_PROC`` name other roots than ``/sys`` and ``/proc``, for tests.
 
     boot            the boot id
+    addresses       the machine's own IPv4 addresses, loopback left out
     inventory       NUMA nodes, CPUs, memory, and every PCI function with group, node and link
     witness ADDR    whether the device in this slot answers on the bus, its ids, link and errors
     reset ADDR      reset every function of the device's IOMMU group that can be
@@ -76,6 +77,19 @@ def boot_id() -> str:
 
 def boot() -> Answer:
     return {"v": 1, "boot_id": boot_id()}
+
+
+def addresses() -> Answer:
+    """From the kernel's routing table: an address is the line before '/32 host LOCAL'."""
+    found = set()
+    last = ""
+    for line in read(PROC + "/net/fib_trie").splitlines():
+        words = line.split()
+        if words[:1] == ["|--"]:
+            last = words[1]
+        elif words == ["/32", "host", "LOCAL"] and not last.startswith("127."):
+            found.add(last)
+    return {"v": 1, "addresses": sorted(found)}
 
 
 # -- inventory ------------------------------------------------------------------------------------
@@ -335,6 +349,7 @@ def binding(pid: str) -> Answer:
 
 VERBS: dict[str, Callable[..., Answer]] = {
     "boot": boot,
+    "addresses": addresses,
     "inventory": inventory,
     "witness": witness,
     "reset": reset,

@@ -205,7 +205,7 @@ class Pool:
             for chunk in chunks:
                 view = memoryview(chunk)
                 while view:
-                    sent = stream.send(bytes(view))
+                    sent = stream.send(bytes(view[:CHUNK_BYTES]))
                     view = view[sent:]
                 done += len(chunk)
                 beat(done)

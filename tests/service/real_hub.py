@@ -43,6 +43,9 @@ c.JupyterHub.load_roles.append(
         "scopes": ["admin:users", "admin:servers", "admin:groups", "admin:server_state"],
     }}
 )
+c.JupyterHub.load_roles.append(
+    {{"name": "gpu-viewer", "groups": ["gpu-viewers"], "scopes": ["custom:gpu:view"]}}
+)
 # Servers that tests left behind are not waited for at a restart.
 c.JupyterHub.init_spawners_timeout = 1
 c.JupyterHub.tornado_settings = {{"slow_spawn_timeout": 1, "slow_stop_timeout": 1}}

@@ -1,7 +1,9 @@
-"""libvirtd for the tests with virtual machines."""
+"""libvirtd for the tests with virtual machines, and a place that QEMU's account may reach."""
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,8 +13,20 @@ from deploy import libvirtd as daemon
 
 
 @pytest.fixture(scope="session")
-def libvirtd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def libvirtd() -> Iterator[None]:
     """libvirt answers; one of our own is started where none does."""
-    state: Path = tmp_path_factory.mktemp("libvirtd")
-    with daemon.libvirtd(state):
-        yield
+    state = Path(tempfile.mkdtemp(prefix="gs-libvirtd-", dir="/var/tmp"))
+    try:
+        with daemon.libvirtd(state):
+            yield
+    finally:
+        shutil.rmtree(state, ignore_errors=True)
+
+
+@pytest.fixture
+def site_folder() -> Iterator[Path]:
+    """A folder outside pytest's own, which pytest closes to other accounts at every start."""
+    folder = Path(tempfile.mkdtemp(prefix="gs-site-", dir="/var/tmp"))
+    folder.chmod(0o711)
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import tempfile
 import threading
 import uuid
 from collections.abc import AsyncIterator, Iterator
@@ -77,12 +78,13 @@ def make_host(name: str, pools: Path, **more: Any) -> LibvirtHost:
     return LibvirtHost(name, **settings)
 
 
-def reachable_by_qemu(folder: Path) -> Path:
-    """Let QEMU's own account pass through pytest's private folders to this one."""
-    for part in (folder, *folder.parents[:-1]):
-        if not part.stat().st_mode & 0o001:
-            part.chmod(part.stat().st_mode | 0o011)
-    return folder
+@contextlib.contextmanager
+def pools_folder(below: str = "/var/tmp") -> Iterator[Path]:
+    """A folder for storage pools that QEMU's own account may pass through. Not one of pytest's:
+    it makes the folder above them private again whenever another run begins."""
+    with tempfile.TemporaryDirectory(prefix="gs-pools-", dir=below) as folder:
+        Path(folder).chmod(0o711)
+        yield Path(folder)
 
 
 @contextlib.asynccontextmanager

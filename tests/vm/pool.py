@@ -83,10 +83,6 @@ class Pool:
         }
         lines = ["c = get_config()", *(f"c.{name} = {value!r}" for name, value in settings.items())]
         (folder / "gpuspawner_config.py").write_text("\n".join(lines) + "\n")
-        # Guests' disks are opened by QEMU's own account.
-        for part in (folder, *folder.parents):
-            if part.stat().st_uid == os.geteuid() and part != Path("/"):
-                part.chmod(part.stat().st_mode | 0o011)
 
     # ------------------------------------------------------------------ images
 

@@ -11,12 +11,12 @@ from tests.vm.pool import declaration
 
 
 async def test_kernels_outlive_hub_and_allocator_and_files_outlive_qemu(
-    tmp_path: Path, images_dir: Path, libvirtd: None
+    site_folder: Path, images_dir: Path, libvirtd: None
 ) -> None:
     """With a notebook running: the hub is killed and started again, then the allocator; the
     kernel goes on with its variables. QEMU is killed; what was fsynced is there at the next start,
     and the hub has noticed by itself. After a normal stop everything is."""
-    site = HubSite(tmp_path / "site")
+    site = HubSite(site_folder / "site")
     site.use_image(images_dir / "service")
     site.use_image(images_dir / "lab")
     try:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import os
-import shutil
 import signal
-import subprocess
+import socket
+import struct
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,9 +18,10 @@ import libvirt
 import pytest
 import pytest_asyncio
 
+from deploy.libvirtd import LIBVIRTD_SOCKET
 from gpuspawner.host import probe, volumes
 from gpuspawner.host.accel import PORT, probe_spec
-from gpuspawner.host.api import HostError, HostTimeout, HostUnreachable, Image
+from gpuspawner.host.api import HostError, HostTimeout, HostUnreachable, Image, ImageFile
 from gpuspawner.host.libvirt_host import LibvirtHost
 from tests.layers import wait_for_async
 from tests.unit.host_specs import CASES
@@ -33,7 +35,7 @@ from tests.vm.host_fixtures import (
     make_host,
     next_line,
     opened,
-    reachable_by_qemu,
+    pools_folder,
 )
 
 pytestmark = [
@@ -43,6 +45,7 @@ pytestmark = [
 
 GPU = "0000:41:00.0"
 SECOND_GPU = "0000:c1:00.0"
+OTHER_ADDRESS = "198.51.100.7"  # of the host's, on another network than the guests'
 
 
 @pytest.fixture(scope="module")
@@ -56,12 +59,14 @@ def service(images_dir: Path) -> Image:
 
 
 @pytest.fixture(scope="module")
-def pools(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return reachable_by_qemu(tmp_path_factory.mktemp("pools"))
+def pools() -> Iterator[Path]:
+    with pools_folder() as folder:
+        yield folder
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def host(pools: Path, tiny: Image, service: Image) -> AsyncIterator[LibvirtHost]:
+    await _run("ip", "addr", "replace", f"{OTHER_ADDRESS}/32", "dev", "lo")
     async with opened(make_host("emu1", pools)) as host:
         for image in (tiny, service):
             await host.put_image(image, lambda _done, _total: None)
@@ -113,6 +118,8 @@ async def test_lease_from_its_disks_to_its_end(host: LibvirtHost, tiny: Image) -
         assert hub == {"connected": True, "error": ""}
         other = await guest.ask("test/connect", host=GATEWAY, port=OTHER_PORT)
         assert not other["connected"]
+        elsewhere = await guest.ask("test/connect", host=OTHER_ADDRESS, port=HUB_PORT)
+        assert not elsewhere["connected"]
 
     # The seed is taken away while the guest runs, and its disk deleted.
     seed = volumes.guest_volume(guest.uuid, "seed")
@@ -167,6 +174,29 @@ async def test_guests_do_not_reach_each_other_nor_lie_about_their_address(
         async with asyncio.timeout(4):
             await asyncio.open_connection("10.232.0.99", 8888)
     for guest in guests:
+        await guest.drop()
+
+
+async def test_root_disk_is_thrown_away_with_its_guest(
+    host: LibvirtHost, tiny: Image, tmp_path: Path
+) -> None:
+    raw, root = tmp_path / "root.raw", tmp_path / "root.qcow2"
+    raw.write_bytes(b"AAAA\n".ljust(1 << 20, b"\0"))
+    await _run("qemu-img", "convert", "-f", "raw", "-O", "qcow2", str(raw), str(root))
+    content = root.read_bytes()
+    digest = hashlib.sha256(content).hexdigest()
+    file = ImageFile(root, digest, len(content), "qcow2", 16)
+    image = replace(tiny, digest=f"sha256:{digest}", files={**tiny.files, "root": file})
+    await host.put_image(image, lambda _done, _total: None)
+    inventory = await host.survey()
+    for number in (25, 26):
+        guest = TinyGuest(host, image, inventory, number)
+        await guest.start()
+        await guest.ready()
+        found = await guest.ask("test/exec", b"read -r x < /dev/vda; echo $x; echo B > /dev/vda")
+        assert found["output"].startswith("AAAA")
+        size = await guest.ask("test/exec", b"cat /sys/block/vda/size /sys/block/vda/serial")
+        assert size["output"].split() == [str(16 * 2048), "root"]
         await guest.drop()
 
 
@@ -282,23 +312,29 @@ async def test_daemon_that_hangs_makes_the_host_unreachable_until_it_runs_again(
     await guest.drop()
 
 
-async def test_home_on_a_file_system_without_direct_io(pools: Path, tiny: Image) -> None:
+async def test_home_on_memory_perhaps_without_direct_io(tiny: Image) -> None:
     """Whether or not this kernel's tmpfs has O_DIRECT, a home on it works."""
-    place = pools / "memory"
-    place.mkdir()
-    mount = await asyncio.create_subprocess_exec("mount", "-t", "tmpfs", "none", str(place))
-    assert await mount.wait() == 0
-    try:
-        other = make_host("emu3", place, cidr="10.232.0.0/24")
-        async with opened(other):
+    with pools_folder("/dev/shm") as place:
+        async with opened(make_host("emu3", place, cidr="10.235.0.0/24")) as other:
             await other.put_image(tiny, lambda _done, _total: None)
             await other.make_home("home-ada", 16)
             guest = TinyGuest(other, tiny, await other.survey(), 60).with_home("home-ada")
             await guest.start(home_new=True)
             assert await other.guest(guest.uuid) is not None
+
+
+async def test_full_disk_is_named(pools: Path) -> None:
+    place = pools / "small"
+    place.mkdir()
+    # libvirtd may have a mount namespace of its own.
+    inside = ("nsenter", "--target", str(_libvirtd_pid()), "--mount")
+    await _run(*inside, "mount", "-t", "tmpfs", "-o", "size=40m", "none", str(place))
+    try:
+        async with opened(make_host("emu5", place, cidr="10.236.0.0/24")) as other:
+            with pytest.raises(HostError, match=r"no room .* pool gs-.*-emu5 at .* MiB are free"):
+                await other.put_seed(str(uuid.uuid4()), b"x" * (48 << 20))
     finally:
-        umount = await asyncio.create_subprocess_exec("umount", "-l", str(place))
-        await umount.wait()
+        await _run(*inside, "umount", "-l", str(place))
 
 
 async def test_removing_a_host_leaves_nothing(pools: Path) -> None:
@@ -331,9 +367,15 @@ async def _volumes(host: LibvirtHost) -> list[str]:
     return await host._connection.call(host._pool.names, "listing volumes")
 
 
+async def _run(*command: str) -> None:
+    process = await asyncio.create_subprocess_exec(*command)
+    assert await process.wait() == 0
+
+
 def _libvirtd_pid() -> int:
-    """The daemon that answers, by who holds its socket."""
-    assert shutil.which("pidof")
-    found = subprocess.run(["pidof", "libvirtd"], capture_output=True, text=True).stdout.split()
-    assert len(found) == 1
-    return int(found[0])
+    """The daemon that answers: who listens on its socket."""
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(LIBVIRTD_SOCKET))
+        peer = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid: int = struct.unpack("3i", peer)[0]
+    return pid

@@ -20,16 +20,16 @@ DEEP = 9 * 1024 * 1024  # beyond one chunk of the wipe
 
 
 @pytest.fixture
-async def pool(tmp_path: Path, images_dir: Path, libvirtd: None):
+async def pool(site_folder: Path, images_dir: Path, libvirtd: None):
     """A pool with one host of one GPU; no diagnosis has ended yet."""
-    async with pool_of(tmp_path / "pool", images_dir) as pool:
+    async with pool_of(site_folder / "pool", images_dir) as pool:
         yield pool
 
 
-def build(tmp_path: Path, variant: str) -> Path:
+def build(site_folder: Path, variant: str) -> Path:
     """A service image that is not honest."""
     cache = Path(os.environ.get("GPUSPAWNER_CACHE") or "/var/cache/gpuspawner")
-    return build_variant(variant, tmp_path / "variants", cache)
+    return build_variant(variant, site_folder / "variants", cache)
 
 
 async def test_the_next_user_finds_nothing(pool: Pool) -> None:
@@ -71,11 +71,11 @@ async def test_the_next_user_finds_nothing(pool: Pool) -> None:
 
 
 async def test_a_service_vm_that_only_claims_the_wipe(
-    tmp_path: Path, images_dir: Path, libvirtd: None
+    site_folder: Path, images_dir: Path, libvirtd: None
 ) -> None:
     """The test above can see: with an image that reports a wipe and does none, B reads A's data."""
-    service = build(tmp_path, "claims_wipe")
-    async with pool_of(tmp_path / "pool", images_dir, service) as pool:
+    service = build(site_folder, "claims_wipe")
+    async with pool_of(site_folder / "pool", images_dir, service) as pool:
         await pool.add_host(declaration())
         await pool.gpu_in("unassigned")
         ada = await pool.start_server("ada")
@@ -98,13 +98,13 @@ async def test_a_service_vm_that_only_claims_the_wipe(
     ],
 )
 async def test_service_vms_that_cannot_be_believed(
-    tmp_path: Path, images_dir: Path, libvirtd: None, variant: str, why: str
+    site_folder: Path, images_dir: Path, libvirtd: None, variant: str, why: str
 ) -> None:
     """They end inconclusive, then in quarantine; never does such a GPU become free."""
     async with pool_of(
-        tmp_path / "pool",
+        site_folder / "pool",
         images_dir,
-        build(tmp_path, variant),
+        build(site_folder, variant),
         diagnosis_attempts=2,
         diagnosis_silence_s=20.0,
     ) as pool:
@@ -117,10 +117,10 @@ async def test_service_vms_that_cannot_be_believed(
         assert gpu.dirty
 
 
-async def test_a_flipped_bit(tmp_path: Path, images_dir: Path, libvirtd: None) -> None:
+async def test_a_flipped_bit(site_folder: Path, images_dir: Path, libvirtd: None) -> None:
     """A bit of GPU memory flips between write and read: failed, with the place of the bit."""
     pause = "gpuspawner.pause=read_back:6"
-    async with pool_of(tmp_path / "pool", images_dir, cmdline=pause) as pool:
+    async with pool_of(site_folder / "pool", images_dir, cmdline=pause) as pool:
         await pool.add_host(declaration())
         offset = 5_243_496
 

@@ -1,0 +1,1 @@
+"""What starts an installation: the quickstart, libvirtd without systemd, units for production."""

@@ -1,0 +1,117 @@
+"""Domains are compared whole with golden files; ``python -m tests.unit.test_host_domain`` writes
+them anew, for a reader of the diff to judge."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gpuspawner.host.devices import EmulatedMemory
+from gpuspawner.host.domain import METADATA_URI, Binding, build_domain, domain_name
+from gpuspawner.pool.topology import Cell, Claim
+from tests.unit.host_specs import CASES, GOLDEN, UUID, emulated_gpu, lease, real_gpu
+
+SCHEMA = Path("/usr/share/libvirt/schemas/domain.rng")
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_domain_is_as_in_its_golden_file(name: str) -> None:
+    assert CASES[name].xml() == (GOLDEN / f"{name}.xml").read_text()
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_domain_follows_libvirts_schema(name: str) -> None:
+    if not SCHEMA.exists() or shutil.which("xmllint") is None:
+        pytest.skip("needs libvirt's schemas and xmllint")
+    command = ["xmllint", "--noout", "--relaxng", str(SCHEMA), str(GOLDEN / f"{name}.xml")]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+HOSTILE = "</title><name>other</name> & \"'\0\x1b[2J\ud800\nsecond line ]]> <!-- 日本"
+
+
+def test_hostile_text_stays_text() -> None:
+    case = CASES["emulated_lease_tcg"]
+    spec = replace(case.spec, title=HOSTILE, labels={HOSTILE: HOSTILE})
+    root = ET.fromstring(build_domain(spec, case.binding, case.parts, case.options))
+    assert root.findtext("name") == domain_name("0badcafe", "lease", UUID)
+    title = root.findtext("title")
+    assert title is not None
+    assert "\n" not in title
+    assert title.startswith("</title><name>other</name> & \"'")
+    import json
+
+    element = root.find(f"metadata/{{{METADATA_URI}}}guest")
+    assert element is not None
+    assert json.loads(element.text or "") == {HOSTILE: HOSTILE}
+
+
+def test_gpu_that_is_gone_is_not_attached() -> None:
+    case = CASES["emulated_lease_tcg"]
+    memory = EmulatedMemory("/x", 16, "gone")
+    parts = replace(case.parts, gpu_memories={"0000:41:00.0": memory})
+    text = build_domain(case.spec, case.binding, parts, case.options)
+    assert "ivshmem" not in text
+    assert "edu" not in text
+
+
+def test_emulated_host_runs_on_the_real_cpus_and_node() -> None:
+    binding = Binding(cpus=(0, 1), single_node=0)
+    assert [binding.cpu(number) for number in (0, 1, 2, 97)] == [0, 1, 0, 1]
+    assert binding.node(3) == 0
+
+
+def test_real_host_runs_where_the_claim_says() -> None:
+    binding = Binding()
+    assert (binding.cpu(97), binding.node(3)) == (97, 3)
+
+
+def test_uneven_claim_gets_a_flat_topology() -> None:
+    cells = (Cell(0, ((0, 8), (1,)), 512),)
+    case = CASES["one_gpu_kvm"]
+    spec = lease((), cells)
+    root = ET.fromstring(build_domain(spec, case.binding, case.parts, case.options))
+    topology = root.find("cpu/topology")
+    assert topology is not None
+    assert topology.attrib == {"sockets": "1", "dies": "1", "cores": "3", "threads": "1"}
+
+
+def test_claim_without_cpus_is_refused() -> None:
+    case = CASES["one_gpu_kvm"]
+    spec = replace(case.spec, claim=Claim("gpu1", (), ()))
+    with pytest.raises(ValueError, match="no CPUs"):
+        build_domain(spec, case.binding, case.parts, case.options)
+
+
+def test_gpu_outside_its_claim_is_refused() -> None:
+    case = CASES["two_cells_kvm"]
+    spec = lease((real_gpu("17", 5),), case.spec.claim.cells)
+    with pytest.raises(ValueError, match="node 5"):
+        build_domain(spec, case.binding, case.parts, case.options)
+
+
+@pytest.mark.parametrize("emulated", [True, False])
+def test_more_gpus_than_slots_are_refused(emulated: bool) -> None:
+    case = CASES["emulated_lease_tcg"]
+    make = emulated_gpu if emulated else real_gpu
+    gpus = tuple(make(f"{bus:02x}", 1) for bus in range(0x40, 0x50))
+    memories = {gpu.address: EmulatedMemory("/x", 16) for gpu in gpus}
+    spec = lease(gpus, case.spec.claim.cells)
+    with pytest.raises(ValueError, match="14"):
+        build_domain(spec, case.binding, replace(case.parts, gpu_memories=memories), case.options)
+
+
+def write_golden_files() -> None:
+    """Write every golden file from the code as it is."""
+    for name, case in CASES.items():
+        (GOLDEN / f"{name}.xml").write_text(case.xml())
+
+
+if __name__ == "__main__":
+    write_golden_files()

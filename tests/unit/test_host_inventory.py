@@ -1,0 +1,232 @@
+"""The probe reads a made-up /sys and /proc, and the inventory is made of its answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuspawner.host import probe
+from gpuspawner.host.inventory import GpuRule, HostRules, parse_inventory, parse_witness
+
+
+class Machine:
+    """A tree that looks like /sys and /proc of a host with two nodes."""
+
+    def __init__(self, root: Path) -> None:
+        self.sys = root / "sys"
+        self.proc = root / "proc"
+        self.write("proc", "sys/kernel/random/boot_id", "boot-1")
+        for node, cpus in ((0, "0-1,4-5"), (1, "2-3,6-7")):
+            base = f"devices/system/node/node{node}"
+            self.write("sys", f"{base}/cpulist", cpus)
+            self.write("sys", f"{base}/distance", "10 21" if node == 0 else "21 10")
+            self.write(
+                "sys",
+                f"{base}/meminfo",
+                f"Node {node} MemTotal:       67108864 kB\nNode {node} MemFree:  1024 kB",
+            )
+            self.write("sys", f"{base}/hugepages/hugepages-1048576kB/nr_hugepages", "32")
+            self.write("sys", f"{base}/hugepages/hugepages-1048576kB/free_hugepages", "30")
+        for cpu in range(8):
+            base = f"devices/system/cpu/cpu{cpu}"
+            siblings = f"{cpu % 4},{cpu % 4 + 4}"
+            self.write("sys", f"{base}/topology/thread_siblings_list", siblings)
+
+    def write(self, root: str, path: str, text: str | bytes) -> None:
+        target = (self.sys if root == "sys" else self.proc) / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(text if isinstance(text, bytes) else text.encode() + b"\n")
+
+    def device(self, address: str, **more: Any) -> Path:
+        """A PCI function; a GPU bound to vfio-pci unless ``more`` says otherwise."""
+        settings: dict[str, Any] = {
+            "vendor": "0x10de", "device": "0x2330", "class": "0x030200", "numa_node": "0",
+            "group": 15, "driver": "vfio-pci", "current_link_speed": "16.0 GT/s PCIe",
+            "current_link_width": "16", "config": bytes.fromhex("de103023") + bytes(60), **more,
+        }  # fmt: skip
+        base = self.sys / "bus/pci/devices" / address
+        for name, value in settings.items():
+            if name not in ("group", "driver"):
+                self.write("sys", f"bus/pci/devices/{address}/{name}", value)
+        if settings["driver"]:
+            (base / "driver").symlink_to(f"../../drivers/{settings['driver']}")
+        if settings["group"] is not None:
+            group = self.sys / "kernel/iommu_groups" / str(settings["group"])
+            (group / "devices").mkdir(parents=True, exist_ok=True)
+            (group / "devices" / address).symlink_to(base)
+            (base / "iommu_group").symlink_to(group)
+        return base
+
+    def probe(self, *arguments: str) -> dict[str, Any]:
+        """As over a shell: the script on standard input."""
+        result = subprocess.run(
+            [sys.executable, "-I", "-", *arguments],
+            input=Path(probe.__file__).read_bytes(),
+            capture_output=True,
+            env={
+                **os.environ,
+                "GPUSPAWNER_SYSFS": str(self.sys),
+                "GPUSPAWNER_PROC": str(self.proc),
+            },
+        )
+        lines = result.stdout.decode().splitlines()
+        assert len(lines) == 1, result.stderr.decode()
+        answer: dict[str, Any] = json.loads(lines[0])
+        assert result.returncode == (1 if "error" in answer else 0)
+        return answer
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+def test_nodes_cores_and_memory(machine: Machine) -> None:
+    inventory = parse_inventory("a", machine.probe("inventory"), HostRules(system_cores=1))
+    assert inventory.boot_id == "boot-1"
+    assert [node.cores for node in inventory.nodes] == [((0, 4), (1, 5)), ((2, 6), (3, 7))]
+    assert inventory.system_cores == ((0, 4), (2, 6))
+    assert [node.memory_mib for node in inventory.nodes] == [65536, 65536]
+    assert inventory.node(1).distances == ((0, 21),)
+
+
+def test_offline_cpus_are_left_out(machine: Machine) -> None:
+    for cpu in (1, 5):
+        machine.write("sys", f"devices/system/cpu/cpu{cpu}/online", "0")
+    inventory = parse_inventory("a", machine.probe("inventory"), HostRules())
+    assert inventory.node(0).cores == ((0, 4),)
+
+
+def test_gpu_with_all_functions_of_its_group(machine: Machine) -> None:
+    machine.device("0000:41:00.0", numa_node="1")
+    machine.device("0000:41:00.1", **{"class": "0x040300", "device": "0x22ba"})
+    machine.device("0000:40:00.0", vendor="0x8086", **{"class": "0x060400", "driver": "pcieport"})
+    rules = HostRules(gpus=(GpuRule(vendor="10de", model="H100", memory_mib=81559),))
+    inventory = parse_inventory("a", machine.probe("inventory"), rules)
+    (gpu,) = inventory.gpus
+    assert gpu.functions == ("0000:41:00.0", "0000:41:00.1")
+    assert gpu.ids == ("10de:2330", "10de:22ba")
+    assert (gpu.node, gpu.group, gpu.model, gpu.memory_mib) == (1, 15, "H100", 81559)
+    assert (gpu.link_speed_gts, gpu.link_width) == (16.0, 16)
+    assert gpu.problems == ()
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"numa_node": "-1"}, "which NUMA node"),
+        ({"numa_node": "7"}, "which NUMA node"),
+        ({"group": None}, "no IOMMU group"),
+        ({"driver": "nvidia"}, "bound to nvidia"),
+        ({"driver": ""}, "bound to no driver"),
+    ],
+)
+def test_oddities_are_problems(machine: Machine, settings: dict[str, Any], said: str) -> None:
+    machine.device("0000:41:00.0", **settings)
+    (gpu,) = parse_inventory("a", machine.probe("inventory"), HostRules()).gpus
+    assert len(gpu.problems) == 1
+    assert said in gpu.problems[0]
+
+
+def test_variant_driver_is_fine(machine: Machine) -> None:
+    machine.device("0000:41:00.0", driver="nvgrace_gpu_vfio_pci")
+    (gpu,) = parse_inventory("a", machine.probe("inventory"), HostRules()).gpus
+    assert gpu.problems == ()
+
+
+def test_admin_may_name_the_node(machine: Machine) -> None:
+    machine.device("0000:41:00.0", numa_node="-1")
+    rules = HostRules(nodes_of=(("0000:41:00.0", 1),))
+    (gpu,) = parse_inventory("a", machine.probe("inventory"), rules).gpus
+    assert (gpu.node, gpu.problems) == (1, ())
+
+
+def test_two_gpus_in_one_group_are_one_with_a_problem(machine: Machine) -> None:
+    machine.device("0000:41:00.0")
+    machine.device("0000:42:00.0")
+    (gpu,) = parse_inventory("a", machine.probe("inventory"), HostRules()).gpus
+    assert gpu.address == "0000:41:00.0"
+    assert "can only be passed on together" in gpu.problems[0]
+
+
+def test_witness_of_a_healthy_gpu(machine: Machine) -> None:
+    fatal = "Undefined 0\nTOTAL_ERR_FATAL 3"
+    machine.device("0000:41:00.0", aer_dev_fatal=fatal)
+    witness = parse_witness("0000:41:00.0", machine.probe("witness", "0000:41:00.0"))
+    assert witness.present
+    assert witness.boot_id == "boot-1"
+    assert witness.ids == ("10de:2330",)
+    assert (witness.link_speed_gts, witness.link_width) == (16.0, 16)
+    assert witness.aer == {"fatal": 3}
+
+
+def test_witness_of_a_gpu_that_fell_off_the_bus(machine: Machine) -> None:
+    machine.device("0000:41:00.0", config=b"\xff" * 64)
+    witness = parse_witness("0000:41:00.0", machine.probe("witness", "0000:41:00.0"))
+    assert not witness.present
+    assert "all ones" in witness.note
+
+
+def test_witness_of_an_empty_slot(machine: Machine) -> None:
+    witness = parse_witness("0000:99:00.0", machine.probe("witness", "0000:99:00.0"))
+    assert not witness.present
+
+
+def test_reset_reaches_every_function_that_can_be(machine: Machine) -> None:
+    first = machine.device("0000:41:00.0", reset="")
+    machine.device("0000:41:00.1")
+    assert machine.probe("reset", "0000:41:00.0")["reset"] == ["0000:41:00.0"]
+    assert (first / "reset").read_text() == "1"
+
+
+def test_reset_of_what_cannot_be_reset_says_what_to_do(machine: Machine) -> None:
+    machine.device("0000:41:00.0")
+    answer = machine.probe("reset", "0000:41:00.0")
+    assert "can be reset" in answer["error"]
+    assert answer["remedy"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [(), ("explode",), ("witness",), ("witness", "../../etc"), ("binding", "x"), ("reset", "41:0")],
+)
+def test_nonsense_is_answered_with_an_error(machine: Machine, arguments: tuple[str, ...]) -> None:
+    assert machine.probe(*arguments)["error"]
+
+
+def test_own_addresses(machine: Machine) -> None:
+    trie = """Main:
+  +-- 0.0.0.0/0 3 0 5
+     |-- 0.0.0.0
+        /0 universe UNICAST
+     +-- 10.1.0.0/16 2 0 2
+        |-- 10.1.0.9
+           /32 host LOCAL
+        |-- 10.1.255.255
+           /32 link BROADCAST
+     |-- 127.0.0.1
+        /32 host LOCAL
+"""
+    machine.write("proc", "net/fib_trie", trie)
+    assert machine.probe("addresses")["addresses"] == ["10.1.0.9"]
+
+
+def test_binding_of_a_process() -> None:
+    answer = probe.binding(str(os.getpid()))
+    assert answer["nodes"]
+    assert answer["threads"]
+
+
+def test_holders_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "held"
+    path.write_text("x")
+    assert probe.holders(str(path))["holders"] == []
+    with path.open():
+        assert os.getpid() in [each["pid"] for each in probe.holders(str(path))["holders"]]
+    assert probe.holders(str(tmp_path / "none"))["holders"] == []
