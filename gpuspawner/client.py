@@ -208,11 +208,15 @@ class AllocatorClient:
         return await self._call("GET", f"leases/{_segment(lease_id)}", Lease)
 
     async def leases(
-        self, username: str | None = None, server_name: str | None = None
+        self,
+        username: str | None = None,
+        server_name: str | None = None,
+        *,
+        ended: bool = False,
     ) -> list[Lease]:
-        """With a key: its open leases and the newest ended one. Without: all that the caller may
-        see."""
-        params: dict[str, str] = {}
+        """With a key: its open leases and the newest ended one. Without: all open ones that the
+        caller may see, and with ``ended`` those that have ended too, newest first."""
+        params: dict[str, str] = {"all": "1"} if ended else {}
         if username is not None:
             params["username"] = username
         if server_name is not None:

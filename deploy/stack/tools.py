@@ -5,11 +5,13 @@ environment, configurable-http-proxy. Each is done once and remembered by a dige
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +48,7 @@ TEST_PACKAGES: dict[str, str] = {
 }
 NODE_AT_LEAST = 20
 CHP = "configurable-http-proxy@^5.1"
+AXE = "axe-core@^4.10"
 
 
 def run_quietly(argv: Sequence[str], what: str, env: Mapping[str, str] | None = None) -> str:
@@ -133,27 +136,30 @@ def digest(*parts: object) -> str:
 def make_venv(place: Path, extras: Sequence[str]) -> Path:
     """A virtual environment at ``place`` with this checkout installed in it, editable.
 
-    It is made anew when ``pyproject.toml``, the extras, the checkout's place or the Python differ
-    from those it was made with.
+    Packages are installed again when the project's metadata, the extras or the checkout's place
+    differ from what it was made with, and all of it is made anew when the Python does.
 
     :returns: its ``python``.
     """
     python = place / "bin" / "python"
     stamp = place / "gpuspawner.digest"
-    inputs = digest(
-        (CHECKOUT / "pyproject.toml").read_bytes(), sorted(extras), CHECKOUT, sys.version, place
-    )
-    if python.exists() and stamp.exists() and stamp.read_text() == inputs:
+    metadata = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())
+    parts = json.dumps([metadata["project"], metadata["build-system"]], sort_keys=True)
+    interpreter = digest(sys.version, sys.base_prefix)
+    packages = digest(parts, sorted(extras), CHECKOUT, place)
+    known = stamp.read_text().split() if stamp.exists() else []
+    if python.exists() and known == [interpreter, packages]:
         return python
-    with step(f"Making the virtual environment {place}"):
-        stamp.unlink(missing_ok=True)
-        base = getattr(sys, "_base_executable", sys.executable)
-        run_quietly([base, "-m", "venv", "--clear", str(place)], "Making the virtual environment")
+    if not python.exists() or known[:1] != [interpreter]:
+        with step(f"Making the virtual environment {place}"):
+            base = getattr(sys, "_base_executable", sys.executable)
+            run_quietly([base, "-m", "venv", "--clear", str(place)], "Making the environment")
+            stamp.write_text(interpreter)
     with step("Installing Python packages"):
         pip = [str(python), "-m", "pip", "--disable-pip-version-check", "-q"]
         project = f"{CHECKOUT}[{','.join(sorted(extras))}]"
         run_quietly([*pip, "install", "-e", project], "pip install")
-        stamp.write_text(inputs)
+        stamp.write_text(f"{interpreter} {packages}")
     return python
 
 
@@ -204,14 +210,30 @@ def make_proxy(place: Path, node: Node) -> list[str]:
     """
     script = place / "node_modules" / "configurable-http-proxy" / "bin" / "configurable-http-proxy"
     if not script.exists():
-        with step("Installing configurable-http-proxy"):
-            place.mkdir(parents=True, exist_ok=True)
-            (place / "package.json").write_text('{"private": true}\n')
-            path = os.pathsep.join([str(Path(node.node).parent), os.environ.get("PATH", "")])
-            quiet = ["--no-audit", "--no-fund", "--no-update-notifier", "--loglevel=error"]
-            run_quietly(
-                [node.npm, "install", "--prefix", str(place), *quiet, CHP],
-                "npm install",
-                {"PATH": path},
-            )
+        _npm_install(place, node, CHP)
     return [node.node, str(script)]
+
+
+def make_axe(place: Path, node: Node) -> Path:
+    """axe-core below ``place``: the browser tests look for what shuts people out with it.
+
+    :returns: its one script.
+    """
+    script = place / "node_modules" / "axe-core" / "axe.min.js"
+    if not script.exists():
+        _npm_install(place, node, AXE)
+    return script
+
+
+def _npm_install(place: Path, node: Node, package: str) -> None:
+    name = package.partition("@")[0]
+    with step(f"Installing {name}"):
+        place.mkdir(parents=True, exist_ok=True)
+        (place / "package.json").write_text('{"private": true}\n')
+        path = os.pathsep.join([str(Path(node.node).parent), os.environ.get("PATH", "")])
+        quiet = ["--no-audit", "--no-fund", "--no-update-notifier", "--loglevel=error"]
+        run_quietly(
+            [node.npm, "install", "--prefix", str(place), *quiet, package],
+            "npm install",
+            {"PATH": path},
+        )

@@ -65,6 +65,8 @@ class PoolApi:
                   query={"host": "of this host", "gpu": "of this address", "limit": "at most"}),
             Route("GET", "diagnoses/{id}/console", "view", self.console,
                   "What the service VM wrote on its console"),
+            Route("GET", "health", "public", self.health, "Whether the allocator works", None,
+                  schema.Health),
             Route("GET", "images", "view", self.images, "Images and where they are", None,
                   reply_list("images", schema.ImageInfo)),
         ]  # fmt: skip

@@ -31,6 +31,8 @@ from gpuspawner.allocator.hubwatch import HubWatch
 from gpuspawner.allocator.images import ImageStore
 from gpuspawner.allocator.lease_runner import LeaseRunners
 from gpuspawner.allocator.metrics import Metrics
+from gpuspawner.allocator.pages.routes import page_routes
+from gpuspawner.allocator.pages.site import cookie_secret, make_site
 from gpuspawner.allocator.queue import QueueKeeper
 from gpuspawner.allocator.server import MAX_BODY_BYTES, application
 from gpuspawner.allocator.signals import Signals
@@ -66,6 +68,11 @@ class Allocator(Application):
     hub_guest_url = Unicode(
         help="""JupyterHub's API address as guests reach it (``hub_connect_url``): the one thing on
         the host that the guests' filter lets them talk to. Default: ``hub_api_url``."""
+    ).tag(config=True)
+    hub_public_url = Unicode(
+        help="""JupyterHub's pages as browsers reach them, ending in ``/hub/``. Needed only where
+        they are not beside ours, for instance when JupyterHub gives every user a subdomain.
+        Default: derived from the path of ``url``."""
     ).tag(config=True)
     driver = Unicode(
         "gpuspawner.allocator.drivers.libvirt_host",
@@ -177,7 +184,17 @@ class Allocator(Application):
         )
         lease_api = LeaseApi(context, runners)
         pool_api = PoolApi(context, keeper)
-        self._listen(stack, gatekeeper, context, lease_api, pool_api)
+        site = make_site(
+            context,
+            lease_api,
+            pool_api,
+            hub_id=self.shared.hub_id,
+            prefix=self._prefix(),
+            hub_public_url=self.hub_public_url,
+            hub_api_url=self.hub_api_url,
+            hub_token=token,
+        )
+        self._listen(stack, gatekeeper, context, lease_api, pool_api, page_routes(site))
         await keeper.open()
         await runners.resume()
         if token:
@@ -222,6 +239,9 @@ class Allocator(Application):
     def _address(self) -> Any:
         return urlsplit(self.url or self.shared.allocator_url)
 
+    def _prefix(self) -> str:
+        return str(self._address().path).rstrip("/") + "/"
+
     def _listen(
         self,
         stack: contextlib.AsyncExitStack,
@@ -229,6 +249,7 @@ class Allocator(Application):
         context: Context,
         lease_api: LeaseApi,
         pool_api: PoolApi,
+        pages: list[Any],
     ) -> None:
         address = self._address()
         host = address.hostname or "127.0.0.1"
@@ -241,9 +262,11 @@ class Allocator(Application):
                 f"The allocator would listen on {host} without TLS. Set Allocator.certificate and "
                 "Allocator.key, or listen on 127.0.0.1."
             )
-        prefix = address.path if address.path.endswith("/") else address.path + "/"
         routes = [*lease_api.routes(), *pool_api.routes(), *LimitApi(context).routes()]
-        app = application(prefix, gatekeeper, context, lease_api, routes, pool_api.health)
+        secret = cookie_secret(Path(self.shared.state_dir))
+        app = application(
+            self._prefix(), gatekeeper, context, lease_api, routes, pool_api.health, pages, secret
+        )
         server = HTTPServer(app, ssl_options=context_tls, max_body_size=MAX_BODY_BYTES)
         try:
             server.add_sockets(bind_sockets(address.port or 8091, host))

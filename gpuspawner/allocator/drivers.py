@@ -35,6 +35,7 @@ def libvirt_host(name: str, host: dict[str, Any], settings: DriverSettings) -> G
         network=host["network"],
         bridge=host["bridge"],
         accel=host["accel"],
+        known_accel=host.get("known_accel") or ("", ""),
         emulated_text=host["emulated"],
         hub_address=settings.hub_address,
         pool_path=str(PurePosixPath(settings.pool_dir) / f"gs-{settings.instance}-{name}"),

@@ -19,7 +19,7 @@ from gpuspawner.ledger import diagnoses as diagnosis_ledger
 from gpuspawner.ledger import hosts as host_ledger
 from gpuspawner.ledger import leases as lease_ledger
 from gpuspawner.ledger.database import Deposed, Transaction
-from gpuspawner.ledger.records import LeaseRecord
+from gpuspawner.ledger.records import HostRecord, LeaseRecord
 from gpuspawner.pool.states import OPEN_LEASES, EndReason, LeaseState
 from gpuspawner.pool.topology import Inventory
 
@@ -43,13 +43,16 @@ class HostKeeper:
     async def open(self) -> None:
         """Take up every host of the ledger. They answer when they answer."""
         for host in await self.ctx.ledger.read(host_ledger.every):
-            self._keep(host.name, host.settings)
+            await self.ctx.ledger.write(host_ledger.set_state, host.name, "new")
+            self._keep(host)
 
     async def add(self, name: str, settings: dict[str, Any]) -> bool:
         """Add a host or give it new settings; true if it is new."""
         new = await self.ctx.ledger.write(host_ledger.add, name, settings)
         await self._drop_task(name)
-        self._keep(name, settings)
+        host = await self.ctx.ledger.read(host_ledger.get, name)
+        assert host is not None
+        self._keep(host)
         return new
 
     def look_again(self, name: str) -> None:
@@ -61,10 +64,13 @@ class HostKeeper:
         for name in list(self._tasks):
             await self._drop_task(name)
 
-    def _keep(self, name: str, settings: dict[str, Any]) -> None:
-        driver = self._factory(name, settings)
-        self.ctx.drivers[name] = driver
-        self._tasks[name] = asyncio.create_task(self._run(name, driver), name=f"host {name}")
+    def _keep(self, host: HostRecord) -> None:
+        known = {"known_accel": (host.boot_id, host.accel)} if host.boot_id and host.accel else {}
+        driver = self._factory(host.name, {**host.settings, **known})
+        self.ctx.drivers[host.name] = driver
+        self._tasks[host.name] = asyncio.create_task(
+            self._run(host.name, driver), name=f"host {host.name}"
+        )
 
     async def _drop_task(self, name: str) -> None:
         task = self._tasks.pop(name, None)

@@ -67,6 +67,7 @@ class Reclaimer:
             )
             self._runs[run.id] = task
             task.add_done_callback(functools.partial(self._done, run.id))
+            self.ctx.signals.ring("changed:pool")
 
     def _pause(self, tx: Transaction) -> float:
         """Seconds until the next retry is due, or the tick."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from collections.abc import Awaitable
@@ -11,6 +12,7 @@ from urllib.parse import unquote
 import sqlalchemy as sa
 from pydantic import BaseModel, ValidationError
 from tornado import web
+from tornado.iostream import StreamClosedError
 
 from gpuspawner.allocator import views
 from gpuspawner.allocator.api_leases import LeaseApi
@@ -38,6 +40,9 @@ class Base(web.RequestHandler):
 
     def initialize(self, gatekeeper: Gatekeeper) -> None:
         self._gatekeeper = gatekeeper
+
+    def check_xsrf_cookie(self) -> None:
+        """The API takes tokens only, never a cookie, so nobody else's page can use it."""
 
     def set_default_headers(self) -> None:
         """No answer of the API may be kept by anybody on the way."""
@@ -130,7 +135,8 @@ class Endpoint(Base):
             self.refuse(not_found("such address in this API"))
 
     async def _run(self, route: Route, path: dict[str, str]) -> None:
-        caller = await self.principal()
+        public = route.access == "public"
+        caller = Principal("nobody") if public else await self.principal()
         _check_access(route, caller)
         body = None if route.body is None else _parse(route.body, self.request.body)
         query = {name: self.get_query_argument(name) for name in self.request.query_arguments}
@@ -185,7 +191,8 @@ class Events(Base):
 
     async def get(self, lease_id: str) -> None:
         """Send what there is, then what comes, until the lease has ended."""
-        await self.guarded(self._stream(lease_id))
+        with contextlib.suppress(StreamClosedError):  # the listener has left
+            await self.guarded(self._stream(lease_id))
 
     async def _stream(self, lease_id: str) -> None:
         await self._api.visible(lease_id, await self.principal())
@@ -269,6 +276,8 @@ def application(
     lease_api: LeaseApi,
     routes: list[Route],
     health: Any,
+    pages: list[Any],
+    cookie_secret: bytes,
 ) -> web.Application:
     """The tornado application under a prefix that ends in a slash."""
     common = {"gatekeeper": gatekeeper}
@@ -285,10 +294,14 @@ def application(
             (api + r"(.+)", Endpoint, {**common, "routes": routes}),
             (prefix + r"metrics", MetricsPage, {**common, "context": context}),
             (prefix + r"health", Health, {**common, "call": health}),
+            *pages,
         ],
         default_handler_class=Missing,
         default_handler_args=common,
         log_function=_log_request,
+        cookie_secret=cookie_secret,
+        xsrf_cookies=True,
+        xsrf_cookie_kwargs={"httponly": True, "samesite": "Lax"},
     )
 
 

@@ -13,12 +13,15 @@ class Signals:
 
     def __init__(self) -> None:
         self._bells: dict[str, set[asyncio.Event]] = defaultdict(set)
+        self._feeds: set[Feed] = set()
 
     def ring(self, *topics: str) -> None:
         """Wake all who listen to these topics."""
         for topic in topics:
             for bell in self._bells.get(topic, ()):
                 bell.set()
+            for feed in self._feeds:
+                feed.hear(topic)
 
     @contextlib.contextmanager
     def listen(self, *topics: str) -> Iterator[Bell]:
@@ -33,6 +36,16 @@ class Signals:
                 self._bells[topic].discard(event)
                 if not self._bells[topic]:
                     del self._bells[topic]
+
+    @contextlib.contextmanager
+    def listen_all(self) -> Iterator[Feed]:
+        """Listen to every topic from now on."""
+        feed = Feed()
+        self._feeds.add(feed)
+        try:
+            yield feed
+        finally:
+            self._feeds.discard(feed)
 
 
 class Bell:
@@ -50,3 +63,30 @@ class Bell:
             return False
         self._event.clear()
         return True
+
+
+class Feed:
+    """One listener to everything. It keeps the kinds of what rang (the part before the colon),
+    not the topics: there are few kinds, so that a slow listener costs nothing."""
+
+    def __init__(self) -> None:
+        self._kinds: set[str] = set()
+        self._bell = asyncio.Event()
+
+    def hear(self, topic: str) -> None:
+        """Something rang."""
+        self._kinds.add(topic.partition(":")[0])
+        self._bell.set()
+
+    async def wait(self, timeout_s: float) -> None:
+        """Return when something rings or has rung since the last ``take``, or after the time."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._bell.wait()
+
+    def take(self) -> frozenset[str]:
+        """The kinds that rang since the last call."""
+        kinds = frozenset(self._kinds)
+        self._kinds.clear()
+        self._bell.clear()
+        return kinds

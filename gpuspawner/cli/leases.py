@@ -24,7 +24,7 @@ def list_leases(
     """Show the servers that run, start, stop or wait."""
     leases = [
         lease
-        for lease in ask(lambda client: client.leases())
+        for lease in ask(lambda client: client.leases(ended=everything))
         if (everything or lease.state != "ended") and user in (None, lease.username)
     ]
     if json:

@@ -41,8 +41,8 @@ class LibvirtHost:
     machine, ``None`` if there is none: such a host lists its VMs but gives out no GPU. ``cidr`` is
     the guests' range. ``network`` is ``nat`` or ``bridge``, the latter with ``bridge`` naming one.
     ``accel`` is ``kvm``, ``tcg`` or ``auto``, which boots ``service_image`` under KVM to find out;
-    after ``open`` the attribute ``accel`` says which it is. ``emulated_text`` makes it an emulated
-    host. ``hub_address`` is where guests reach the hub's API; ``blocked`` are further networks
+    after ``open`` the attribute ``accel`` says which it is. ``known_accel`` is the host's boot id and
+    what the boot showed under it before. ``emulated_text`` makes it an emulated host. ``hub_address`` is where guests reach the hub's API; ``blocked`` are further networks
     that they must not reach. ``hugepages_kib`` takes guest memory from pages of that size.
     """
 
@@ -58,6 +58,7 @@ class LibvirtHost:
         bridge: str | None = None,
         gateway: str | None = None,
         accel: str = "auto",
+        known_accel: tuple[str, str] = ("", ""),
         emulated_text: str | None = None,
         hub_address: tuple[str, int] | None = None,
         blocked: Sequence[str] = (),
@@ -71,6 +72,7 @@ class LibvirtHost:
             raise ValueError("network='bridge' needs bridge=, and only that does.")
         self.name = name
         self.accel = accel
+        self._known_accel = known_accel
         self.resets: Counter[str] = Counter()  # of emulated GPUs, by address
         self._instance = instance
         self._shell = None if shell is None else Shell(name, shell)
@@ -112,7 +114,9 @@ class LibvirtHost:
                 await self._make_gpu(gpu)
         await self.survey()
         if self.accel == "auto":
-            self.accel = await self._find_accel()
+            known_boot, known = self._known_accel
+            same_boot = known_boot == await self._boot_id()
+            self.accel = known if same_boot else await self._find_accel()
 
     async def close(self) -> None:
         """Let go of connections and threads; guests go on."""

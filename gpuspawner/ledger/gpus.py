@@ -138,3 +138,9 @@ def history(tx: Connection, host: str, address: str, limit: int = 100) -> list[d
         .limit(limit)
     )
     return [dict(row._mapping) for row in rows]
+
+
+def pool_history(tx: Connection, limit: int = 50) -> list[dict[str, Any]]:
+    """The last changes of state of all GPUs, newest first."""
+    rows = tx.execute(sa.select(t.gpu_history).order_by(t.gpu_history.c.id.desc()).limit(limit))
+    return [dict(row._mapping) for row in rows]

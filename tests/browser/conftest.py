@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,12 +93,11 @@ class Quickstart:
 
 
 @pytest.fixture(scope="session")
-def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Quickstart]:
-    """The quickstart, started once for this layer."""
-    folder = tmp_path_factory.mktemp("quickstart")
-    for part in (folder, *folder.parents):
-        if part != Path("/") and part.stat().st_uid == os.geteuid():
-            part.chmod(part.stat().st_mode | 0o011)
+def quickstart() -> Iterator[Quickstart]:
+    """The quickstart, started once for this layer. Its folder lies outside pytest's own, which
+    pytest closes to other accounts, QEMU's among them, at every start."""
+    folder = Path(tempfile.mkdtemp(prefix="gs-quickstart-", dir="/var/tmp"))
+    folder.chmod(0o711)
     state = folder / "state"
     state.mkdir()
     (state / "quickstart-host.yaml").write_text(HOST)

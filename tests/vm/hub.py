@@ -18,9 +18,10 @@ import aiohttp
 import pytest
 
 from tests.layers import wait_for_async
-from tests.vm.hub_config import CHECKOUT, TOKEN
 from tests.vm.pool import GATEWAY, Pool
 
+CHECKOUT = Path(__file__).resolve().parents[2]
+TOKEN = "h" * 40
 BASE = "http://127.0.0.1:8000"
 HUB_URL = f"http://{GATEWAY}:8081"
 PASSWORD = "a password for the tests"
@@ -50,6 +51,7 @@ class HubSite(Pool):
             "GPUSPAWNER_BIND_URL": BASE,
             "CONFIGPROXY_AUTH_TOKEN": "p" * 40,
             "PYTHONPATH": str(CHECKOUT),
+            "GPUSPAWNER_TEST_HUB_TOKEN": TOKEN,
         }
         with (self.folder / f"{name}.log").open("ab") as out:
             self.children[name] = subprocess.Popen(

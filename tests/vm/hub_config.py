@@ -1,9 +1,10 @@
 """The real hub configuration, with a token by which the tests act as its admin."""
 
+import os
 from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-TOKEN = "h" * 40
+TOKEN = os.environ["GPUSPAWNER_TEST_HUB_TOKEN"]
 
 c = get_config()  # noqa: F821
 load_subconfig(str(CHECKOUT / "jupyterhub_config.py"))  # noqa: F821

@@ -97,6 +97,8 @@ def main() -> None:
     except OSError:
         os.chdir("/")
     path, argv = command(server["argv"])
+    # The allocator looks for this line on the console and tells the user.
+    print(f"gpuspawner: starting {argv[0]}", flush=True)
     os.execve(path, [encode(word) for word in argv], env)
 
 
