@@ -115,7 +115,13 @@ c.JupyterHub.services = [
         # A hub that starts waits so long (seconds) for the allocator before it goes on without.
         "timeout": 3,
         "oauth_no_confirm": True,
-        "oauth_client_allowed_scopes": ["custom:gpu:view", "custom:gpu:manage", "read:users!user"],
+        "oauth_client_allowed_scopes": [
+            "custom:gpu:view",
+            "custom:gpu:manage",
+            "read:users!user",
+            # The stop button on a user's page stops with the user's own rights.
+            "delete:servers!user",
+        ],
     },
     {
         "name": "idle-culler",

@@ -128,6 +128,9 @@ class Allocator(Application):
             stream=sys.stderr,
         )
         logging.getLogger("alembic").setLevel(logging.WARNING)
+        # JupyterHub's login library names sessions in its messages, and over plain HTTP it warns at
+        # every request. Its errors, and defects of ours, are errors.
+        logging.getLogger("tornado.application").setLevel(logging.ERROR)
 
     def start(self) -> None:
         """Run until SIGTERM or SIGINT."""

@@ -22,10 +22,11 @@ SCRIPT = {"Sec-Fetch-Mode": "cors", "Sec-Fetch-Site": "same-origin"}
 
 
 class Front:
-    """Forwards ``/services/gpu/`` to the allocator and everything else to the hub."""
+    """Forwards what is below ``pages`` to the allocator and everything else to the hub."""
 
-    def __init__(self, hub_port: int, allocator_port: int) -> None:
+    def __init__(self, hub_port: int, allocator_port: int, pages: str = "/services/gpu/") -> None:
         self.targets = (hub_port, allocator_port)
+        self.pages = pages
         self.url = ""
 
     @contextlib.asynccontextmanager
@@ -48,7 +49,7 @@ class Front:
 
     async def _forward(self, request: web.Request) -> web.StreamResponse:
         hub, allocator = self.targets
-        port = allocator if request.path.startswith("/services/gpu/") else hub
+        port = allocator if request.path.startswith(self.pages) else hub
         headers = [(k, v) for k, v in request.headers.items() if k.lower() not in _HOP]
         try:
             async with self._session.request(
@@ -120,9 +121,9 @@ class Visitor:
         ) as answer:
             return Seen(answer.status, url, await answer.text(), answer.headers)
 
-    async def log_in(self, user: str, password: str) -> Seen:
+    async def log_in(self, user: str, password: str, path: str = "/services/gpu/") -> Seen:
         """Through the hub's form; the page behind it."""
-        page = await self.get("/services/gpu/")
+        page = await self.get(path)
         assert "/hub/login" in page.url, page.url
         found = re.search(r'name="_xsrf"\s+value="([^"]+)"', page.text)
         assert found, page.text
@@ -131,13 +132,15 @@ class Visitor:
         assert done.status == 302, done.text
         return await self.get(urljoin(page.url, done.headers["Location"]))
 
-    async def events(self, xsrf: str, until: str, timeout_s: float = 15) -> list[str]:
+    async def events(
+        self, xsrf: str, until: str, timeout_s: float = 15, path: str = "/services/gpu/"
+    ) -> list[str]:
         """Lines of the pages' event stream, up to the one that contains ``until``."""
         lines: list[str] = []
         async with (
             asyncio.timeout(timeout_s),
             self.session.get(
-                f"{self.origin}/services/gpu/pages/events",
+                f"{self.origin}{path}pages/events",
                 params={"_xsrf": xsrf},
                 headers=SCRIPT,
             ) as answer,

@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import pytest_asyncio
 
 from gpuspawner import schema
@@ -156,9 +155,10 @@ async def test_a_form_without_its_token_does_nothing(pages: Pages) -> None:
 
 
 async def test_programs_need_no_form_token(pages: Pages) -> None:
-    changed = await pages.client.change_host("h1", True)
+    changed = await pages.client.change_host("h1", schema.ChangeHost(drained=True))
     assert changed.drained
-    assert not (await pages.client.change_host("h1", False)).drained
+    back = await pages.client.change_host("h1", schema.ChangeHost(drained=False))
+    assert not back.drained
 
 
 async def test_headers(pages: Pages) -> None:
@@ -252,9 +252,6 @@ async def test_hostile_names_break_nothing(pages: Pages) -> None:
             assert "<img src=x" not in seen.text
             assert "<b>" not in seen.text
             assert "<i>" not in seen.text
-            assert "49" not in re.sub(r"[0-9a-f-]{36}|data-xsrf=\S+|\d{4}-\d\d", "", seen.text) or (
-                "{{7*7}}" in seen.text
-            )
 
 
 # ------------------------------------------------------------------ what is done
@@ -326,6 +323,8 @@ async def test_a_user_stops_her_server_through_the_hub(pages: Pages) -> None:
         assert "Your server is being stopped" in page.text
         assert (await lease_in(pages.client, lease.id, "ended")).reason == "released"
         await wait_for_async(lambda: _stopped(pages, "helga"), 20, "the hub to know")
+        by = re.findall(r"DELETE /hub/api/users/helga/server \((\w+)@", pages.hub.log_text())
+        assert by == ["helga"], "with her own rights, not with the allocator's"
 
 
 async def _stopped(pages: Pages, user: str) -> bool:
@@ -385,3 +384,30 @@ async def test_without_the_hub_the_pages_say_so(tmp_path: Path) -> None:
         page = await one.get(PAGE, token)
         assert page.status == 503
         assert "JupyterHub does not answer" in page.text
+
+
+async def test_below_another_base_url(tmp_path: Path) -> None:
+    """A hub at /jupyter/: login, style, links and stop go there."""
+    (tmp_path / "hub").mkdir()
+    hub = RealHub(tmp_path / "hub")
+    with (tmp_path / "hub" / "test_config.py").open("a") as config:
+        config.write("c.JupyterHub.base_url = '/jupyter/'\n")
+    hub.url = f"http://127.0.0.1:{hub.port}/jupyter/hub/"
+    page_path = f"/jupyter{PAGE}"
+    site = Site(tmp_path / "allocator", hub_api_url=hub.url + "api")
+    (site.folder / "service.token").write_text("s" * 40)
+    site.port = hub.allocator_port
+    site.url = f"http://127.0.0.1:{site.port}{page_path}"
+    await asyncio.to_thread(hub.start)
+    try:
+        front = Front(hub.port, hub.allocator_port, page_path)
+        async with site.running(), front.running(), visitor(front.url) as one:
+            page = await one.log_in("lena", PASSWORD, page_path)
+            assert page.status == 200
+            assert page.url == front.url + page_path
+            assert 'href="/jupyter/hub/spawn"' in page.text
+            style = await one.get("/jupyter/hub/static/css/style.min.css")
+            assert style.status == 200
+            assert "event: hello" in await one.events(page.xsrf, "data: {}", path=page_path)
+    finally:
+        hub.stop()

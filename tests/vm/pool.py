@@ -68,6 +68,7 @@ class Pool:
         self.log = folder / "allocator.log"
         self.libvirt_pools = folder / "pools"
         self.libvirt_pools.mkdir()
+        self.deaths = 0  # counted by tests that kill
         self.process: subprocess.Popen[bytes] | None = None
         self.client = AllocatorClient(self.url, TOKEN)
         (folder / "spawner.token").write_text(TOKEN)
@@ -169,7 +170,6 @@ class Pool:
     ) -> schema.Lease:
         """Ask for a server with one GPU."""
         prefix = f"/user/{user}/"
-        env = {"JUPYTERHUB_SERVICE_PREFIX": prefix, "JUPYTERHUB_API_TOKEN": f"secret-of-{user}"}
         return await self.client.acquire(
             schema.AcquireLease(
                 username=user,
@@ -184,10 +184,27 @@ class Pool:
                         **request,
                     }
                 ),
-                payload=schema.BootPayload(argv=["jupyterhub-singleuser"], env=env),
+                payload=self.payload(user),
                 ready_path=prefix + "api",
             )
         )
+
+    @staticmethod
+    def payload(user: str) -> schema.BootPayload:
+        """What the spawner would send; its token must be found nowhere but in the guest."""
+        env = {
+            "JUPYTERHUB_SERVICE_PREFIX": f"/user/{user}/",
+            "JUPYTERHUB_API_TOKEN": f"secret-of-{user}",
+        }
+        return schema.BootPayload(argv=["jupyterhub-singleuser"], env=env)
+
+    async def send_payload(self, lease_id: str, user: str) -> None:
+        """As the spawner does when the allocator has lost it."""
+        await self.client.put_payload(lease_id, self.payload(user))
+
+    async def release(self, user: str, start: str) -> None:
+        """As the spawner does when a start is cancelled."""
+        await self.client.release(schema.ReleaseLease(username=user, start_id=start))
 
     async def running(self, lease: schema.Lease, timeout: float = 180) -> schema.Lease:
         """Wait until its server answers; a lease that ends instead fails the test with why."""

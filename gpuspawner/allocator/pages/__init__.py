@@ -1,5 +1,5 @@
 """The allocator's pages: what a user has and what is free, and the whole pool for its admins.
 
-``data`` turns what the API shows into what a page shows and is pure; ``handlers`` and ``actions``
-answer requests; ``live`` tells open pages that something has changed.
+``data`` and ``details`` turn what the API shows into what a page shows and are pure; ``handlers``
+and ``actions`` answer requests; ``live`` tells open pages that something has changed.
 """

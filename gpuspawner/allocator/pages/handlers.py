@@ -12,7 +12,7 @@ from tornado import web
 from gpuspawner import schema
 from gpuspawner.allocator import views
 from gpuspawner.allocator.clock import moment
-from gpuspawner.allocator.pages import data
+from gpuspawner.allocator.pages import data, details
 from gpuspawner.allocator.pages.base import Page, PageError, not_there
 from gpuspawner.allocator.pages.site import Site
 from gpuspawner.ledger import diagnoses as diagnosis_ledger
@@ -125,7 +125,7 @@ class AdminPage(PartsPage):
             "ended": [lease_row(one, hosts, site) for one in recent[:_RECENT]],
             "ended_at": {one.id: moment(one.ended_ms or one.created_ms) for one in recent},
             "steps": [
-                data.step(row, moment(row["at_ms"]), site.urls)
+                details.step(row, moment(row["at_ms"]), site.urls)
                 for row in gpu_ledger.pool_history(tx, _POOL_STEPS)
             ],
             "hub_id": site.hub_id,
@@ -152,7 +152,7 @@ class GpuPage(PartsPage):
         home = host_ledger.get(tx, host)
         lease = lease_ledger.get(tx, record.lease_id) if record.lease_id else None
         progress = self.site.context.diagnosis_progress
-        details = data.gpu_details(
+        found = details.gpu_details(
             views.gpu(record, home, None if lease is None else lease.username),
             None if record.enrolled is None else asdict(record.enrolled),
             [
@@ -160,17 +160,17 @@ class GpuPage(PartsPage):
                 for one in diagnosis_ledger.recent(tx, host, address, _RUNS)
             ],
             [
-                data.step(row, moment(row["at_ms"]), urls)
+                details.step(row, moment(row["at_ms"]), urls)
                 for row in gpu_ledger.history(tx, host, address, _STEPS)
             ],
             urls,
         )
-        newest = details.runs[0] if details.runs else None
+        newest = found.runs[0] if found.runs else None
         console = diagnosis_ledger.need(tx, newest.id).console if newest else None
         row = None
         if lease is not None and home is not None:
             row = lease_row(lease, {host: home}, self.site)
-        return {"details": details, "newest": newest, "console": console or "", "lease": row}
+        return {"details": found, "newest": newest, "console": console or "", "lease": row}
 
 
 class DiagnosisPage(PartsPage):
@@ -191,7 +191,7 @@ class DiagnosisPage(PartsPage):
         except LookupError:
             return None
         progress = self.site.context.diagnosis_progress.get(run_id)
-        run = data.run(views.diagnosis(record, progress), self.site.urls)
+        run = details.run(views.diagnosis(record, progress), self.site.urls)
         return {"run": run, "console": record.console or ""}
 
 
