@@ -66,6 +66,7 @@ class Options:
     hub_port: int
     network: str
     check: bool
+    prepare: bool
     purge: bool
     install: bool
     accel: Literal["auto", "kvm", "tcg"]
@@ -135,6 +136,11 @@ def parser() -> argparse.ArgumentParser:
         default="auto",
         help="how guests run: kvm, tcg (emulated), or auto, which boots one to see "
         "(default: %(default)s)",
+    )
+    add(
+        "--prepare",
+        action="store_true",
+        help="install and build everything, start nothing: the start after it needs no network",
     )
     add("--check", action="store_true", help="only say what is missing, change nothing")
     add(

@@ -87,6 +87,9 @@ def run(options: Options, state: State) -> int:
     for name in IMAGES:
         command = images.builder(python, name)
         images.build(command, name, state.images, state.cache, state.log(f"image-{name}"))
+    if options.prepare:
+        line(f"Everything is prepared in {state.root}.")
+        return 0
     secrets = make_secrets(state)
     write_private(state.config, gpuspawner_config(state, options))
     write_declaration(state.emulated_host)

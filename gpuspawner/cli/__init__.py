@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import typer
 
-from gpuspawner.cli import check, diagnoses, gpus, hosts, images, leases, tokens
+from gpuspawner.cli import check, diagnoses, gpus, hosts, images, leases, limits, tokens
 
 app = typer.Typer(
     name="gpuspawner",
@@ -26,6 +26,7 @@ app.command("token")(tokens.token)
 app.add_typer(hosts.app, name="host")
 app.add_typer(gpus.app, name="gpu")
 app.add_typer(leases.app, name="lease")
+app.add_typer(limits.app, name="limit")
 app.add_typer(diagnoses.app, name="diagnosis")
 app.add_typer(images.app, name="image")
 

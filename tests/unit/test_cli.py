@@ -87,14 +87,14 @@ class Allocator:
                     (self.command, path),
                     (404, {"status": 404, "message": f"no {path}", "reason": "not-found"}),
                 )
-                content = json.dumps(reply).encode()
+                content = b"" if reply is None else json.dumps(reply).encode()
                 self.send_response(status)
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(content)))
                 self.end_headers()
                 self.wfile.write(content)
 
-            do_GET = do_POST = do_PATCH = do_DELETE = answer
+            do_GET = do_POST = do_PATCH = do_PUT = do_DELETE = answer
 
             def log_message(self, format: str, *args: object) -> None:
                 """Keep the test's output clean."""
@@ -189,9 +189,20 @@ def test_host_list(allocator: Allocator) -> None:
 
 def test_lease_list_hides_what_has_ended(allocator: Allocator) -> None:
     ended = lease(id="22222222-1111-4111-8111-111111111111", state="ended", reason="stopped")
-    allocator.lay("GET", "leases", {"leases": [lease(), ended]})
+    allocator.lay("GET", "leases", {"leases": [lease()]})
+    allocator.lay("GET", "leases?all=1", {"leases": [lease(), ended]})
     assert "22222222" not in run("lease", "list").stdout
     assert "22222222" in run("lease", "list", "--all").stdout
+
+
+def test_limits(allocator: Allocator) -> None:
+    allocator.lay("GET", "limits", {"limits": [{"kind": "group", "name": "sar", "gpus": 4}]})
+    assert "sar" in run("limit", "list").stdout
+    allocator.lay("PUT", "limits/user/ada", None, 204)
+    done = run("limit", "set", "user", "2", "ada", "--reason", "she trains a model")
+    assert done.stdout == "limit user ada: 2\n"
+    assert "--reason" in run("limit", "set", "user", "2", "ada").stderr
+    assert "Name the user" in run("limit", "clear", "group", "-r", "x").stderr
 
 
 def test_diagnosis_list_and_show(allocator: Allocator) -> None:
