@@ -41,8 +41,9 @@ class LibvirtHost:
     machine, ``None`` if there is none: such a host lists its VMs but gives out no GPU. ``cidr`` is
     the guests' range. ``network`` is ``nat`` or ``bridge``, the latter with ``bridge`` naming one.
     ``accel`` is ``kvm``, ``tcg`` or ``auto``, which boots ``service_image`` under KVM to find out;
-    after ``open`` the attribute ``accel`` says which it is. ``known_accel`` is the host's boot id and
-    what the boot showed under it before. ``emulated_text`` makes it an emulated host. ``hub_address`` is where guests reach the hub's API; ``blocked`` are further networks
+    after ``open`` the attribute ``accel`` says which it is. ``known_accel`` is the host's boot id
+    and what the boot showed under it before. ``emulated_text`` makes it an emulated host.
+    ``hub_address`` is where guests reach the hub's API; ``blocked`` are further networks
     that they must not reach. ``hugepages_kib`` takes guest memory from pages of that size.
     """
 
