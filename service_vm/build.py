@@ -10,9 +10,9 @@ from pathlib import Path
 from images.artifact import Role, SourceFile, publish
 from images.base import BaseImage, base_tree
 from images.initramfs import Initramfs
+from images.kernel import uncompressed
 from images.progress import Progress, Stage
 from images.tree import TarTree
-from service_vm.kernel_image import uncompressed
 from service_vm.python_subset import INTERPRETER, Subset, add_module, imported
 
 NAME = "service"

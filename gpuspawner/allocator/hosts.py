@@ -95,9 +95,10 @@ class HostKeeper:
                             opened = True
                         await self._survey(name, driver)
                         if not reconciled:
-                            await self._reconcile(name, driver)
+                            await abort_leftovers(self.ctx, name, frozenset())
                             reconciled = True
                             await self._take_up_leases(name)
+                        await self._end_orphans(name, driver)
                         await self._set(name, "ready")
                         await self._supply(name, driver)
                         if reclaim is None or reclaim.done():
@@ -159,12 +160,13 @@ class HostKeeper:
             host_ledger.set_accel(tx, inventory.host, accel)
         return host_ledger.record_survey(tx, inventory, now_ms())
 
-    async def _reconcile(self, name: str, driver: GpuHost) -> None:
-        """Make host and ledger agree after a start: a VM that no open lease owns is ended, a
-        diagnosis that nobody listens to is cut off. Leases look after their own VMs."""
-        await abort_leftovers(self.ctx, name, frozenset())
+    async def _end_orphans(self, name: str, driver: GpuHost) -> None:
+        """End each VM that no open lease or running diagnosis owns: one that a killed allocator
+        left behind, or one whose creation was given up and took effect later. The host is asked
+        first: who was on its list had an owner before it was made."""
+        guests = await driver.guests()
         owners = await self.ctx.ledger.read(self._owners, name)
-        for guest in await driver.guests():
+        for guest in guests:
             if guest.uuid in owners:
                 continue
             log.warning(

@@ -125,6 +125,21 @@ async def test_a_vm_that_no_lease_owns_is_ended(site: Site) -> None:
         await wait_for_async(lambda: lease.id not in world.specs, 10, "the orphan to be ended")
 
 
+async def test_a_vm_that_appears_after_its_lease_has_ended(site: Site) -> None:
+    """A creation that was given up and took effect later: found without any restart."""
+    world = site.worlds["h1"]
+    async with site.running() as client:
+        await site.add_host(client, 0)
+        lease = await client.acquire(acquire_body())
+        await lease_in(client, lease.id, "running")
+        spec = world.specs[lease.id]
+        await client.stop(lease.id, wait_s=20)
+        await gpu_in(client, lease.gpus[0], "unassigned")
+        await world.boot(spec)
+        await client.check_host("h1")  # surveys now instead of within a minute
+        await wait_for_async(lambda: lease.id not in world.specs, 10, "the orphan to be ended")
+
+
 async def test_a_host_that_rebooted(site: Site) -> None:
     """A changed boot id: leases there are over, and nothing that was proved counts any more."""
     world = site.worlds["h1"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import stat
-import struct
 import tarfile
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import pytest
 
 from images.errors import ImageError
 from images.initramfs import Initramfs, ModuleIndex, elf_closure
-from images.kernel import uncompressed
 from images.tree import DirTree, TarTree, read, realpath, walk
 
 
@@ -159,19 +157,3 @@ def test_elf_closure_refuses_what_is_not_elf(tmp_path: Path) -> None:
     (tmp_path / "script").write_text("#!/bin/sh\n")
     with pytest.raises(ImageError, match="not an ELF file"):
         elf_closure(DirTree(tmp_path), ["/script"])
-
-
-def test_kernel_is_unpacked_or_left_alone() -> None:
-    import lzma
-
-    kernel = b"\x7fELF" + bytes(range(200)) * 20
-    payload = lzma.compress(kernel) + struct.pack("<I", len(kernel))
-    head = bytearray(0x400)
-    head[0x1F1] = 1
-    head[0x202:0x206] = b"HdrS"
-    struct.pack_into("<II", head, 0x248, 64, len(payload))
-    image = bytes(head) + bytes(64) + payload
-    assert uncompressed(image) == kernel
-    damaged = image[:-40] + b"\0" * 40
-    assert uncompressed(damaged) in (damaged, kernel)
-    assert uncompressed(b"something else") == b"something else"

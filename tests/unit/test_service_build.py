@@ -13,8 +13,8 @@ import pytest
 
 from images.errors import ImageError
 from images.initramfs import Initramfs
+from images.kernel import has_pvh_entry, uncompressed
 from images.tree import DirTree
-from service_vm.kernel_image import has_pvh_entry, uncompressed
 from service_vm.python_subset import STDLIB, Subset, add_module, imported, unchecked
 
 
