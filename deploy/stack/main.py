@@ -54,6 +54,7 @@ def _main(options: Options) -> int:
         from deploy.stack.run import run
 
         return run(options, state)
+    state.check_ours()
     if not options.purge and not look(options, state):
         return MISSING
     if options.check:
@@ -98,8 +99,10 @@ def look(options: Options, state: State) -> bool:
         *needs.memory(),
         *needs.disk(state.root, needs.DISK_AGAIN_GIB if built else needs.DISK_GIB),
         *needs.root(),
-        *needs.network(options.network, bridges=("gs-", "virbr-gs", "gs")),
-        *needs.ports(
+    ]
+    if not options.prepare:  # which opens nothing
+        findings += needs.network(options.network, bridges=("gs-", "virbr-gs", "gs"))
+        findings += needs.ports(
             {
                 "login page": (options.host, options.port, "--port"),
                 "proxy's API": ("127.0.0.1", options.proxy_api_port, "--proxy-api-port"),
@@ -108,8 +111,7 @@ def look(options: Options, state: State) -> bool:
                 # all addresses, which is what would stand in the way.
                 "hub": ("127.200.200.200", options.hub_port, "--hub-port"),
             }
-        ),
-    ]
+        )
     for finding in findings:
         complain(f"  {'!!' if finding.fatal else ' !'}  {finding.text}")
     fatal = any(finding.fatal for finding in findings)

@@ -132,6 +132,10 @@ def network(cidr: str, bridges: Iterable[str] = (), routes: str | None = None) -
         target, device = route.get("dst", "default"), route.get("dev", "")
         if target == "default" or any(device.startswith(name) for name in bridges):
             continue
+        # A VPN that takes all traffic often routes the two halves of the world; that is as much a
+        # default route.
+        if ipaddress.ip_network(target, strict=False).prefixlen < 8:
+            continue
         if ours.overlaps(ipaddress.ip_network(target, strict=False)):
             return [
                 Finding(

@@ -15,6 +15,7 @@ from pathlib import Path
 from deploy.stack.options import Options
 from deploy.stack.say import Problem
 
+MARK = ".gpuspawner-quickstart"
 GENERATED = "# Written by deploy/quickstart at every start: changes here are lost.\n"
 
 
@@ -58,9 +59,24 @@ class State:
         """Log file of a process."""
         return self.root / "logs" / f"{name}.log"
 
+    def check_ours(self) -> None:
+        """Modes are changed here, and ``--purge`` deletes all of it.
+
+        :raises Problem: when there is a directory that no quickstart has made.
+        """
+        if not self.root.exists():
+            return
+        names = {path.name for path in self.root.iterdir()}
+        if names and MARK not in names:
+            raise Problem(
+                f"{self.root} is not empty and no quickstart has made it.",
+                "Name a directory of its own with --state DIR.",
+            )
+
     def make(self) -> None:
         """Make the directory, for root alone but for what QEMU must reach below it."""
         self.root.mkdir(parents=True, exist_ok=True)
+        (self.root / MARK).touch()
         # QEMU may run as a user of its own (libvirt-qemu) and must pass through to pool/.
         self.root.chmod(0o711)
         (self.root / "pool").mkdir(exist_ok=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gpuspawner.allocator.errors import ApiError
@@ -15,7 +15,7 @@ from gpuspawner.ledger import leases as lease_ledger
 from gpuspawner.ledger import limits as limit_ledger
 from gpuspawner.ledger.database import Transaction
 from gpuspawner.ledger.records import LeaseRecord
-from gpuspawner.pool.placement import Refusal, place
+from gpuspawner.pool.placement import Refusal, Shortfall, place
 from gpuspawner.pool.quota import Excess, excess
 from gpuspawner.pool.states import COMING, HELD, EndReason, GpuState, LeaseState
 from gpuspawner.pool.topology import Claim, HostView, Request
@@ -134,42 +134,45 @@ def place_queue(tx: Transaction, views: host_ledger.Views, now_ms: int) -> dict[
     A lease whose predecessor still stops waits without holding up others.
     """
     waiting: dict[str, Refusal] = {}
-    blocked_models: list[str | None] = []
+    # Models that older leases wait for, each with the hosts where waiting helps them.
+    ahead: list[tuple[str | None, frozenset[str]]] = []
     for lease in lease_ledger.queued(tx):
         if lease_ledger.stopping_of_key(tx, lease.key):
             continue
         request = _request(tx, lease)
-        if request.gpus and any(_compete(request.gpu_model, model) for model in blocked_models):
-            found: Claim | Refusal = _behind(request, views.load(tx))
-        else:
-            found = place(request, views.load(tx))
-        if isinstance(found, Refusal):
-            waiting[lease.id] = found
-            if request.gpus and found.can_wait:
-                blocked_models.append(request.gpu_model)
+        taken = {
+            host
+            for model, hosts in ahead
+            for host in hosts
+            if request.gpus and _compete(request.gpu_model, model)
+        }
+        found = place(request, [_behind(view, taken) for view in views.load(tx)])
+        refusal = found if isinstance(found, Refusal) else _try_to_take(tx, lease, found, now_ms)
+        if refusal is None:
             continue
-        _take(tx, lease, found, now_ms)
+        waiting[lease.id] = refusal
+        if request.gpus and refusal.can_wait:
+            helping = frozenset(one.host for one in refusal.shortfalls if one.waiting_helps)
+            ahead.append((request.gpu_model, helping))
     return waiting
 
 
-def _behind(request: Request, views: list[HostView]) -> Refusal:
-    """Somebody older waits for the same GPUs: ask as if no GPU were free."""
-    taken = [
-        HostView(
-            inventory=view.inventory,
-            free_gpus=frozenset(),
-            coming_gpus=view.coming_gpus | view.free_gpus,
-            used_cpus=view.used_cpus,
-            used_mib=view.used_mib,
-            drained=view.drained,
-            reachable=view.reachable,
-            images=view.images,
-        )
-        for view in views
-    ]
-    found = place(request, taken)
-    assert isinstance(found, Refusal)
-    return found
+def _behind(view: HostView, taken: set[str]) -> HostView:
+    """The host as who comes later sees it: free GPUs that somebody older waits for are coming."""
+    if view.inventory.host not in taken:
+        return view
+    return replace(view, free_gpus=frozenset(), coming_gpus=view.coming_gpus | view.free_gpus)
+
+
+def _try_to_take(tx: Transaction, lease: LeaseRecord, claim: Claim, now_ms: int) -> Refusal | None:
+    """Give a lease its place; what stands in the way of this one must not stop the others."""
+    try:
+        with tx.begin_nested():
+            _take(tx, lease, claim, now_ms)
+    except ApiError as error:
+        shortfall = Shortfall(claim.host, error.body.constraint or "address", str(error))
+        return Refusal((shortfall,))
+    return None
 
 
 def _compete(mine: str | None, older: str | None) -> bool:
@@ -185,7 +188,8 @@ def _request(tx: Transaction, lease: LeaseRecord) -> Request:
         memory_mib=wanted["memory_mib"],
         gpu_model=wanted["gpu_model"],
         image=lease.image_digest,
-        home_host=None if home is None else home.host,
+        # A home that no server ever used has nothing in it that would bind anybody.
+        home_host=home.host if home is not None and home.used else None,
     )
 
 
@@ -194,7 +198,11 @@ def _take(tx: Transaction, lease: LeaseRecord, claim: Claim, now_ms: int) -> Non
     assert host is not None
     address = free_address(host.settings["cidr"], lease_ledger.addresses_in_use(tx, claim.host))
     mac = mac_of(address)
-    if home_ledger.of_key(tx, lease.key) is None:
+    home = home_ledger.of_key(tx, lease.key)
+    if home is not None and home.host != claim.host:
+        home_ledger.trash(tx, lease.key, now_ms)  # never used, and on another host
+        home = None
+    if home is None:
         home_id = str(uuid.uuid4())
         home_ledger.add(
             tx, lease.key, home_id, claim.host, f"home-{home_id}", lease.request["home_mib"], now_ms
@@ -246,6 +254,8 @@ def serve_queue(tx: Transaction, views: host_ledger.Views, now_ms: int) -> dict[
 
 def waiting_text(tx: Transaction, lease: LeaseRecord, refusal: Refusal) -> str:
     """What a waiting user is told."""
+    if refusal.constraint == "reachable":
+        return "Waiting: the GPU host is being looked at."
     if refusal.constraint == "image":
         return "Waiting: the image is being copied to the host."
     coming = sum(1 for gpu in gpu_ledger.every(tx) if gpu.state in COMING)

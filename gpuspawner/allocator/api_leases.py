@@ -145,6 +145,7 @@ class LeaseApi:
             now_ms(),
         )
         lease = acquired.lease
+        await self._wake(lease)
         if acquired.refusal is not None:
             log.info(
                 "lease_refused user=%r server=%r constraint=%s message=%r",
@@ -156,19 +157,21 @@ class LeaseApi:
         if lease.state is not LeaseState.ENDED:
             self.ctx.payloads.setdefault(lease.id, body.payload)
             self.ctx.signals.ring(f"payload:{lease.id}")
+            if (await self.ctx.ledger.read(lease_ledger.need, lease.id)).state is LeaseState.ENDED:
+                self.ctx.payloads.pop(lease.id, None)  # it ended before its payload was kept
         if acquired.created:
             log.info(
                 "lease_acquired lease=%s user=%r server=%r state=%s host=%s",
                 lease.id, lease.username, lease.server_name, lease.state, lease.host,
             )  # fmt: skip
-            await self._wake_key(lease)
         return Answer(201 if acquired.created else 200, await self.show(lease))
 
-    async def _wake_key(self, lease: LeaseRecord) -> None:
-        """A new start may have ended an old one: all runners of this server look again."""
-        for record in await self.ctx.ledger.read(lease_ledger.of_key, lease.key):
-            self.ctx.signals.ring(f"lease:{record.id}", f"events:{record.id}")
-            if record.state is not LeaseState.ENDED:
+    async def _wake(self, lease: LeaseRecord) -> None:
+        """A new start may have ended an old one of its server, and older leases of others may
+        have got their places with it: all of these look again."""
+        for record in await self.ctx.ledger.read(lease_ledger.open_leases):
+            if record.key == lease.key or record.state is LeaseState.PLACED:
+                self.ctx.signals.ring(f"lease:{record.id}", f"events:{record.id}")
                 self.runners.start(record.id)
 
     async def release(self, call: Call) -> Answer:

@@ -7,6 +7,7 @@ import contextlib
 import ipaddress
 import logging
 import signal
+import socket
 import ssl
 import sys
 from pathlib import Path
@@ -40,6 +41,9 @@ from gpuspawner.config import ConfigError, Installation, load_config
 from gpuspawner.ledger.database import Ledger
 
 log = logging.getLogger("gpuspawner.allocator")
+
+# Starting again would depose the other one in its turn; systemd is told not to.
+EXIT_DEPOSED = 78
 
 
 class Allocator(Application):
@@ -104,6 +108,11 @@ class Allocator(Application):
         Float(), [60.0, 300.0, 1800.0], help="Waiting time before each further attempt."
     ).tag(config=True)
     diagnoses_per_host = Int(2, help="Diagnoses at a time on one host.").tag(config=True)
+    guests_blocked = List(
+        Unicode(),
+        help="""Networks (CIDR) that guests must not reach, beside their host, the hub's machine,
+        other guests and the guests of other hosts: the management network, for instance.""",
+    ).tag(config=True)
     hub_watch_s = Float(30, help="How often the hub is asked which servers it knows.").tag(
         config=True
     )
@@ -145,12 +154,23 @@ class Allocator(Application):
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
         async with contextlib.AsyncExitStack() as stack:
-            await self.serve(stack)
-            await stop.wait()
+            ledger = await self.serve(stack)
+            waits = [asyncio.create_task(one.wait()) for one in (stop, ledger.deposed)]
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             log.info("allocator_stopping: guests go on")
+            if ledger.deposed.is_set():
+                log.error("allocator_deposed: another allocator uses this database")
+                sys.exit(EXIT_DEPOSED)
 
-    async def serve(self, stack: contextlib.AsyncExitStack) -> None:
-        """Open everything and listen; the stack closes it again in the right order."""
+    async def serve(self, stack: contextlib.AsyncExitStack) -> Ledger:
+        """Open everything and listen; the stack closes it again in the right order.
+
+        The port comes first: a second allocator that is started by mistake fails on it, and must
+        not have deposed the first one by then.
+        """
+        sockets = self._bind()
+        for one in sockets:
+            stack.callback(one.close)
         ledger = Ledger(self.db_url or f"sqlite:///{self.shared.state_dir}/ledger.sqlite")
         await ledger.open()
         stack.push_async_callback(ledger.close)
@@ -170,6 +190,7 @@ class Allocator(Application):
                 diagnosis_attempts=self.diagnosis_attempts,
                 diagnosis_backoff_s=tuple(self.diagnosis_backoff_s),
                 diagnoses_per_host=self.diagnoses_per_host,
+                guests_blocked=frozenset(self.guests_blocked),
             ),
         )
         runners = LeaseRunners(context)
@@ -197,7 +218,7 @@ class Allocator(Application):
             hub_api_url=self.hub_api_url,
             hub_token=token,
         )
-        self._listen(stack, gatekeeper, context, lease_api, pool_api, page_routes(site))
+        self._listen(stack, sockets, gatekeeper, context, lease_api, pool_api, page_routes(site))
         await keeper.open()
         await runners.resume()
         if token:
@@ -210,6 +231,7 @@ class Allocator(Application):
             "allocator_ready url=%s instance=%s epoch=%d",
             self._address().geturl(), ledger.instance, ledger.epoch,
         )  # fmt: skip
+        return ledger
 
     def _background(self, stack: contextlib.AsyncExitStack, work: Any, name: str) -> None:
         task = asyncio.create_task(work, name=name)
@@ -245,9 +267,21 @@ class Allocator(Application):
     def _prefix(self) -> str:
         return str(self._address().path).rstrip("/") + "/"
 
+    def _bind(self) -> list[socket.socket]:
+        address = self._address()
+        host, port = address.hostname or "127.0.0.1", address.port or 8091
+        try:
+            return bind_sockets(port, host)
+        except OSError as error:
+            raise ConfigError(
+                f"The allocator cannot listen on {host}:{port}: {error.strerror}. "
+                "Stop what listens there, or choose another Installation.allocator_url."
+            ) from error
+
     def _listen(
         self,
         stack: contextlib.AsyncExitStack,
+        sockets: list[socket.socket],
         gatekeeper: Gatekeeper,
         context: Context,
         lease_api: LeaseApi,
@@ -271,13 +305,7 @@ class Allocator(Application):
             self._prefix(), gatekeeper, context, lease_api, routes, pool_api.health, pages, secret
         )
         server = HTTPServer(app, ssl_options=context_tls, max_body_size=MAX_BODY_BYTES)
-        try:
-            server.add_sockets(bind_sockets(address.port or 8091, host))
-        except OSError as error:
-            raise ConfigError(
-                f"The allocator cannot listen on {host}:{address.port or 8091}: {error.strerror}. "
-                "Stop what listens there, or choose another Installation.allocator_url."
-            ) from error
+        server.add_sockets(sockets)
 
         async def close() -> None:
             server.stop()

@@ -27,6 +27,7 @@ class Limits:
     diagnosis_backoff_s: tuple[float, ...] = (60, 300, 1800)
     diagnoses_per_host: int = 2
     trash_days: float = 30
+    guests_blocked: frozenset[str] = frozenset()
 
 
 @dataclass

@@ -10,7 +10,15 @@ from typing import Any
 from gpuspawner.allocator.clock import now_ms
 from gpuspawner.allocator.context import Context
 from gpuspawner.allocator.report import BrokenReport, ReportReader
-from gpuspawner.host.api import Channel, GpuHost, GuestSpec, HostError, Image
+from gpuspawner.host.api import (
+    Channel,
+    GpuHost,
+    GuestSpec,
+    HostError,
+    HostTimeout,
+    HostUnreachable,
+    Image,
+)
 from gpuspawner.ledger import diagnoses as diagnosis_ledger
 from gpuspawner.ledger import gpus as gpu_ledger
 from gpuspawner.ledger.database import Transaction
@@ -69,6 +77,8 @@ class Diagnosis:
         except HostError as error:
             report = self.reader.report(broken=f"The host failed: {error}")
             verdict = Verdict(Outcome.INCONCLUSIVE, (str(report.broken),), infra=True)
+        finally:
+            self.ctx.diagnosis_progress.pop(self.run_id, None)
         await self._clean_up()
         await self.ctx.ledger.write(self._commit, verdict, report, before, after, console, now_ms())
         seconds = asyncio.get_running_loop().time() - started
@@ -204,7 +214,6 @@ class Diagnosis:
 
     def _tell(self, verdict: Verdict, seconds: float) -> None:
         outcome = verdict.outcome
-        self.ctx.diagnosis_progress.pop(self.run_id, None)
         self.ctx.metrics.diagnoses.labels(self.run.host, outcome).inc()
         self.ctx.metrics.diagnosis_time.observe(seconds)
         if outcome in (Outcome.FAIL, Outcome.LOST):
@@ -239,9 +248,16 @@ async def abort_leftovers(context: Context, host: str, alive: frozenset[str]) ->
     for run in await context.ledger.read(diagnosis_ledger.running, host):
         if run.id in alive:
             continue
-        await driver.destroy(run.id)
-        await driver.drop_disks(run.id)
-        await driver.drop_console(run.id)
+        try:
+            await driver.destroy(run.id)
+            await driver.drop_disks(run.id)
+            await driver.drop_console(run.id)
+        except (HostTimeout, HostUnreachable):
+            raise
+        except HostError as error:
+            # One VM that will not die keeps its GPU, and holds up no other.
+            log.error("diagnosis_stays run=%s host=%s error=%s", run.id, host, error)
+            continue
         await context.ledger.write(
             diagnosis_ledger.abort, run, "The allocator stopped during the run.", now_ms()
         )

@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from gpuspawner.allocator.clock import now_ms
 from gpuspawner.allocator.context import Context
 from gpuspawner.allocator.diagnosis import abort_leftovers
 from gpuspawner.allocator.reclaim import Reclaimer
-from gpuspawner.host.api import GpuHost, HostError
+from gpuspawner.host.api import GpuHost, HostError, HostTimeout, HostUnreachable
 from gpuspawner.ledger import diagnoses as diagnosis_ledger
+from gpuspawner.ledger import gpus as gpu_ledger
 from gpuspawner.ledger import hosts as host_ledger
 from gpuspawner.ledger import leases as lease_ledger
 from gpuspawner.ledger.database import Deposed, Transaction
-from gpuspawner.ledger.records import HostRecord, LeaseRecord
-from gpuspawner.pool.states import OPEN_LEASES, EndReason, LeaseState
+from gpuspawner.ledger.records import DiagnosisRecord, HostRecord, LeaseRecord
+from gpuspawner.pool.states import OPEN_LEASES, EndReason, GpuState, LeaseState
 from gpuspawner.pool.topology import Inventory
 
 log = logging.getLogger(__name__)
@@ -28,7 +29,29 @@ log = logging.getLogger(__name__)
 Factory = Callable[[str, dict[str, Any]], GpuHost]
 
 _SURVEY_S = 60.0
+_UNREACHABLE_AFTER = 3  # failures in a row
 _BACKOFF_S = (1.0, 2.0, 5.0, 10.0, 30.0)
+
+
+class _Keeping:
+    """What runs beside a host's task, for as long as it does."""
+
+    def __init__(self, driver: GpuHost) -> None:
+        self.driver = driver
+        self.opened = False
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def have(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Start this work unless it is under way."""
+        task = self._tasks.get(name)
+        if task is None or task.done():
+            self._tasks[name] = asyncio.create_task(work(), name=name)
+
+    async def close(self) -> None:
+        """Stop all of it."""
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
 
 class HostKeeper:
@@ -38,22 +61,30 @@ class HostKeeper:
         self.ctx = context
         self._factory = factory
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._changing = asyncio.Lock()
         self.copying: dict[tuple[str, str], int] = {}  # (host, digest) -> percent
 
     async def open(self) -> None:
-        """Take up every host of the ledger. They answer when they answer."""
+        """Take up every host of the ledger. They answer when they answer; one whose settings
+        are not understood any more is out, and nothing else is."""
         for host in await self.ctx.ledger.read(host_ledger.every):
             await self.ctx.ledger.write(host_ledger.set_state, host.name, "new")
-            self._keep(host)
+            try:
+                self._keep(host.name, self._make(host.name, host.settings, host))
+            except ValueError as error:
+                log.error("host_settings host=%s error=%s", host.name, error)
+                await self._set(host.name, "unreachable", f"Its settings cannot be used: {error}")
 
     async def add(self, name: str, settings: dict[str, Any]) -> bool:
-        """Add a host or give it new settings; true if it is new."""
-        new = await self.ctx.ledger.write(host_ledger.add, name, settings)
-        await self._drop_task(name)
-        host = await self.ctx.ledger.read(host_ledger.get, name)
-        assert host is not None
-        self._keep(host)
-        return new
+        """Add a host or give it new settings; true if it is new. ``ValueError`` for settings that
+        make no driver; nothing is stored then, and a known host goes on as it was."""
+        async with self._changing:
+            known = await self.ctx.ledger.read(host_ledger.get, name)
+            driver = self._make(name, settings, known)
+            new = await self.ctx.ledger.write(host_ledger.add, name, settings)
+            await self._drop_task(name)
+            self._keep(name, driver)
+            return new
 
     def look_again(self, name: str) -> None:
         """Survey a host now."""
@@ -64,13 +95,15 @@ class HostKeeper:
         for name in list(self._tasks):
             await self._drop_task(name)
 
-    def _keep(self, host: HostRecord) -> None:
-        known = {"known_accel": (host.boot_id, host.accel)} if host.boot_id and host.accel else {}
-        driver = self._factory(host.name, {**host.settings, **known})
-        self.ctx.drivers[host.name] = driver
-        self._tasks[host.name] = asyncio.create_task(
-            self._run(host.name, driver), name=f"host {host.name}"
-        )
+    def _make(self, name: str, settings: dict[str, Any], host: HostRecord | None) -> GpuHost:
+        known: dict[str, Any] = {}
+        if host is not None and host.boot_id and host.accel:
+            known = {"known_accel": (host.boot_id, host.accel)}
+        return self._factory(name, {**settings, **known})
+
+    def _keep(self, name: str, driver: GpuHost) -> None:
+        self.ctx.drivers[name] = driver
+        self._tasks[name] = asyncio.create_task(self._run(name, driver), name=f"host {name}")
 
     async def _drop_task(self, name: str) -> None:
         task = self._tasks.pop(name, None)
@@ -83,46 +116,60 @@ class HostKeeper:
         await driver.close()
 
     async def _run(self, name: str, driver: GpuHost) -> None:
+        """Until cancelled; whatever fails, the host is looked at again."""
+        keeping = _Keeping(driver)
         failures = 0
-        opened = reconciled = False
-        reclaim: asyncio.Task[None] | None = None
         try:
             with self.ctx.signals.listen(f"host:{name}", "images") as bell:
                 while True:
                     try:
-                        if not opened:
-                            await driver.open(lambda uuid: self._guest_changed(name, uuid))
-                            opened = True
-                        await self._survey(name, driver)
-                        if not reconciled:
-                            await abort_leftovers(self.ctx, name, frozenset())
-                            reconciled = True
-                            await self._take_up_leases(name)
-                        await self._end_orphans(name, driver)
-                        await self._set(name, "ready")
-                        await self._supply(name, driver)
-                        if reclaim is None or reclaim.done():
-                            reclaim = asyncio.create_task(Reclaimer(self.ctx, name).run())
+                        await self._look(name, keeping)
                         failures = 0
                         await bell.wait(_SURVEY_S)
+                        continue
+                    except (asyncio.CancelledError, Deposed):
+                        raise
                     except HostError as error:
-                        await self._set(name, "unreachable", str(error))
-                        log.warning("host_unreachable host=%s error=%s", name, error)
-                        delay = _BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)]
-                        failures += 1
-                        await bell.wait(delay)
-        except (asyncio.CancelledError, Deposed):
-            raise
-        except Exception:
-            log.exception("host_task_crashed host=%s", name)
-            await self._set(name, "unreachable", "The allocator failed on this host; see its log.")
+                        reason = str(error)
+                        log.warning("host_error host=%s error=%s", name, error)
+                    except Exception as error:
+                        reason = f"The allocator failed on this host: {type(error).__name__}."
+                        log.exception("host_failed host=%s", name)
+                    failures += 1
+                    # One slow answer must not empty the queue of those who wait for this host.
+                    if failures >= _UNREACHABLE_AFTER:
+                        await self._set_quietly(name, "unreachable", reason)
+                    await bell.wait(_BACKOFF_S[min(failures, len(_BACKOFF_S)) - 1])
         finally:
-            if reclaim is not None:
-                reclaim.cancel()
-                await asyncio.gather(reclaim, return_exceptions=True)
+            await keeping.close()
+
+    async def _look(self, name: str, keeping: _Keeping) -> None:
+        """One round: connected, surveyed, agreed with the ledger, supplied."""
+        driver = keeping.driver
+        if not keeping.opened:
+            await driver.open(lambda uuid: self._guest_changed(name, uuid))
+            keeping.opened = True
+        await self._survey(name, driver)
+        if name not in self.ctx.reconciled:
+            await abort_leftovers(self.ctx, name, frozenset())
+            await self._take_up_leases(name)
+        await self._end_orphans(name, driver)
+        await self._note_images(name, await driver.images())
+        await self._set(name, "ready")
+        keeping.have("reclaim", lambda: Reclaimer(self.ctx, name).run())
+        keeping.have("supply", lambda: self._supply(name, driver))
 
     def _guest_changed(self, name: str, uuid: str) -> None:
         self.ctx.signals.ring(f"guest:{uuid}", f"gpus:{name}")
+
+    async def _set_quietly(self, name: str, state: str, reason: str) -> None:
+        """As ``_set``, where a database that fails as well must not end the host's task."""
+        try:
+            await self._set(name, state, reason)
+        except Deposed:
+            raise
+        except Exception:
+            log.exception("host_state_not_stored host=%s state=%s", name, state)
 
     async def _set(self, name: str, state: str, reason: str | None = None) -> None:
         def write(tx: Transaction) -> bool:
@@ -137,6 +184,9 @@ class HostKeeper:
             self.ctx.signals.ring("queue", f"gpus:{name}")
 
     async def _survey(self, name: str, driver: GpuHost) -> None:
+        hosts = await self.ctx.ledger.read(host_ledger.every)
+        others = {host.settings["cidr"] for host in hosts if host.name != name}
+        await driver.block(frozenset(others | self.ctx.limits.guests_blocked))
         inventory = await driver.survey()
         accel = getattr(driver, "accel", None)
         rebooted = await self.ctx.ledger.write(self._record, inventory, accel)
@@ -170,11 +220,39 @@ class HostKeeper:
             if guest.uuid in owners:
                 continue
             log.warning(
-                "orphan_guest host=%s uuid=%s kind=%s: no lease owns it, it is ended",
+                "orphan_guest host=%s uuid=%s kind=%s: nobody owns it, it is ended",
                 name, guest.uuid, guest.kind,
             )  # fmt: skip
-            await driver.destroy(guest.uuid)
-            await driver.drop_disks(guest.uuid)
+            try:
+                await self._suspect_its_gpus(name, driver, guest.uuid)
+                await driver.destroy(guest.uuid)
+                await driver.drop_disks(guest.uuid)
+                await driver.drop_console(guest.uuid)
+            except HostError as error:  # it is tried again at the next survey
+                log.error("orphan_stays host=%s uuid=%s error=%s", name, guest.uuid, error)
+
+    async def _suspect_its_gpus(self, name: str, driver: GpuHost, uuid: str) -> None:
+        """What was proved about a GPU is worth nothing once a VM that nobody owns has had it."""
+        reason = "A virtual machine that nobody owned had this GPU."
+
+        def held(tx: Transaction) -> list[DiagnosisRecord]:
+            return [
+                run
+                for run in diagnosis_ledger.running(tx, name)
+                if run.address in _gpus_of(tx, uuid)
+            ]
+
+        def suspect(tx: Transaction) -> None:
+            for address in _gpus_of(tx, uuid):
+                gpu = gpu_ledger.get(tx, name, address)
+                if gpu is not None and gpu.state is GpuState.UNASSIGNED:
+                    gpu_ledger.move(tx, gpu, GpuState.USED, now_ms(), reason=reason)
+
+        for run in await self.ctx.ledger.read(held):
+            await driver.destroy(run.id)
+            await self.ctx.ledger.write(diagnosis_ledger.abort, run, reason, now_ms())
+        await self.ctx.ledger.write(suspect)
+        self.ctx.signals.ring(f"gpus:{name}")
 
     async def _take_up_leases(self, name: str) -> None:
         self.ctx.reconciled.add(name)
@@ -197,7 +275,6 @@ class HostKeeper:
         wanted = sorted(
             self.ctx.images.wanted(), key=lambda image: image is not self.ctx.images.service()
         )
-        await self._note_images(name, there)
         for image in wanted:
             if image.digest in there:
                 continue
@@ -209,6 +286,12 @@ class HostKeeper:
             log.info("image_copy host=%s image=%s digest=%s", name, image.name, image.digest)
             try:
                 await driver.put_image(image, progress)
+            except (HostTimeout, HostUnreachable):
+                raise
+            except HostError as error:
+                # One image that cannot be copied must not take the host's other work along.
+                log.error("image_copy_failed host=%s image=%s error=%s", name, image.name, error)
+                continue
             finally:
                 self.copying.pop(key, None)
             there |= {image.digest}
@@ -224,3 +307,14 @@ class HostKeeper:
 
         if await self.ctx.ledger.write(write):
             self.ctx.signals.ring("queue", f"gpus:{name}")
+
+
+def _gpus_of(tx: Transaction, uuid: str) -> tuple[str, ...]:
+    """The GPUs that a lease or a diagnosis of this id had."""
+    lease = lease_ledger.get(tx, uuid)
+    if lease is not None:
+        return lease.claim.gpus if lease.claim is not None else ()
+    try:
+        return (diagnosis_ledger.need(tx, uuid).address,)
+    except LookupError:
+        return ()

@@ -13,7 +13,7 @@ from typing import Any
 from gpuspawner.allocator.clock import now_ms
 from gpuspawner.allocator.context import Context
 from gpuspawner.allocator.lease_start import BootTimeout, GuestGone, LeaseStart, StopAsked
-from gpuspawner.host.api import HostError, HostUnreachable
+from gpuspawner.host.api import HostError, HostTimeout, HostUnreachable
 from gpuspawner.ledger import homes as home_ledger
 from gpuspawner.ledger import leases as lease_ledger
 from gpuspawner.ledger.database import Deposed, Transaction
@@ -56,12 +56,14 @@ class LeaseRunners:
 
     async def _run(self, lease_id: str) -> None:
         failures = 0
+        seen_open = False
         while True:
             try:
                 lease = await self.ctx.ledger.read(lease_ledger.need, lease_id)
                 if lease.state is LeaseState.ENDED:
-                    self._ended(lease)
+                    self._ended(lease, seen_open)
                     return
+                seen_open = True
                 await self._move(lease)
                 failures = 0
             except (asyncio.CancelledError, Deposed):
@@ -117,7 +119,7 @@ class LeaseRunners:
             await self._boot_failed(
                 lease, f"JupyterLab did not answer within {self.ctx.limits.boot_s:.0f} s."
             )
-        except HostUnreachable:
+        except (HostUnreachable, HostTimeout):
             # It may come back in a moment; the boot time-out bounds how long we hope.
             if now_ms() < lease.created_ms + int(self.ctx.limits.boot_s * 1000):
                 raise
@@ -132,13 +134,15 @@ class LeaseRunners:
                 f"Host {lease.host} could not start the virtual machine: {error}",
             )
         else:
-            await self.ctx.ledger.write(self._running, lease.id)
+            if await self.ctx.ledger.write(self._running, lease.id):
+                seconds = (now_ms() - lease.created_ms) / 1000
+                self.ctx.metrics.lease_start.observe(seconds)
             self._ring(lease.id)
 
-    def _running(self, tx: Transaction, lease_id: str) -> None:
+    def _running(self, tx: Transaction, lease_id: str) -> bool:
         lease = lease_ledger.need(tx, lease_id)
         if lease.state is not LeaseState.STARTING:
-            return
+            return False
         now = now_ms()
         home = home_ledger.of_key(tx, lease.key)
         if home is not None:
@@ -146,7 +150,7 @@ class LeaseRunners:
         lease_ledger.move(
             tx, lease, LeaseState.RUNNING, now, 100, "JupyterLab is ready.", running_ms=now
         )
-        self.ctx.metrics.lease_start.observe((now - lease.created_ms) / 1000)
+        return True
 
     async def _boot_failed(self, lease: LeaseRecord, text: str) -> None:
         """End a lease whose guest did not come up, with the end of its console for the admin."""
@@ -228,15 +232,31 @@ class LeaseRunners:
                     return
                 # A guest that is still booting ignores the button: press again.
                 if passed - pressed_at >= 10:
-                    await driver.shutdown(lease.id)
+                    if not await self._press(lease):
+                        return
                     pressed_at = passed
                 if await driver.guest(lease.id) is None:
                     return
                 await bell.wait(1.0)
 
+    async def _press(self, lease: LeaseRecord) -> bool:
+        """Press the button; false when the VM cannot even be asked, and has to be destroyed."""
+        assert lease.host is not None
+        try:
+            await self.ctx.driver(lease.host).shutdown(lease.id)
+        except HostUnreachable:
+            raise
+        except HostError as error:
+            log.warning("shutdown_failed lease=%s error=%s", lease.id, error)
+            return False
+        return True
+
     async def _released(self, lease: LeaseRecord, address: str) -> None:
         assert lease.host is not None
         driver = self.ctx.driver(lease.host)
+        inventory = await driver.survey()
+        if address not in {gpu.address for gpu in inventory.gpus}:
+            return  # it left the bus: nobody can hold it, and its diagnosis will say so
         if not await driver.released(address):
             raise HostError(
                 f"GPU {address} on {lease.host} is still held by a process.",
@@ -248,14 +268,16 @@ class LeaseRunners:
         if lease.state is LeaseState.STOPPING:
             lease_ledger.finish(tx, lease, now_ms())
 
-    def _ended(self, lease: LeaseRecord) -> None:
+    def _ended(self, lease: LeaseRecord, seen_open: bool) -> None:
         self.ctx.payloads.pop(lease.id, None)
+        self.ctx.signals.ring(f"events:{lease.id}", f"ended:{lease.id}", "queue")
+        if not seen_open:
+            return  # it was over before; its end is counted and told already
         self.ctx.metrics.lease_ends.labels(lease.reason or "unknown").inc()
         log.info(
             "lease_ended lease=%s user=%r server=%r reason=%s",
             lease.id, lease.username, lease.server_name, lease.reason,
         )  # fmt: skip
-        self.ctx.signals.ring(f"events:{lease.id}", f"ended:{lease.id}", "queue")
 
     async def _to(self, lease: LeaseRecord, state: LeaseState, progress: int, told: str) -> None:
         def write(tx: Transaction, **changes: Any) -> None:

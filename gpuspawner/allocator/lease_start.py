@@ -61,6 +61,8 @@ class LeaseStart:
         self.address = lease.address
         self.mac = lease.mac
         self._http = AsyncHTTPClient()
+        patience_s = context.limits.boot_s + context.limits.wait_s
+        self._deadline_ms = lease.created_ms + int(patience_s * 1000)
 
     async def run(self) -> None:
         """All steps; returns when the server has answered and its seed is gone."""
@@ -103,12 +105,16 @@ class LeaseStart:
                 "The image of this server was replaced while it started.", "Start it again."
             )
         assert host.inventory is not None
+        known = {gpu.address: gpu for gpu in host.inventory.gpus}
+        gone = [address for address in self.claim.gpus if address not in known]
+        if gone:
+            raise HostError(f"GPU {', '.join(gone)} is not on host {self.host_name} any more.")
         return GuestSpec(
             uuid=self.id,
             kind="lease",
             title=f"{self.lease.username}/{self.lease.server_name}",
             claim=self.claim,
-            gpus=tuple(host.inventory.gpu(address) for address in self.claim.gpus),
+            gpus=tuple(known[address] for address in self.claim.gpus),
             image=image,
             nic=Nic(self.mac, self.address),
             home=home.volume,
@@ -150,6 +156,8 @@ class LeaseStart:
                     await self._tell("payload-needed", 15, "Asking the hub for the settings again.")
                     asked = True
                 await self._still_starting()
+                if now_ms() > self._deadline_ms:
+                    raise BootTimeout
                 await bell.wait(5)
         prefix = host.settings["cidr"].rsplit("/", 1)[1]
         gateway = await self.ctx.driver(self.host_name).gateway()
@@ -168,9 +176,6 @@ class LeaseStart:
         """Wait for JupyterLab, telling what the guest's console says about the way there."""
         url = f"http://{self.address}:{self.lease.port}{self.lease.ready_path}"
         driver = self.ctx.driver(self.host_name)
-        deadline = self.lease.created_ms + int(
-            (self.ctx.limits.boot_s + self.ctx.limits.wait_s) * 1000
-        )
         stage = 0
         with self.ctx.signals.listen(f"lease:{self.id}", f"guest:{self.id}") as bell:
             while True:
@@ -179,7 +184,7 @@ class LeaseStart:
                     return
                 if await driver.guest(self.id) is None:
                     raise GuestGone
-                if now_ms() > deadline:
+                if now_ms() > self._deadline_ms:
                     raise BootTimeout
                 stage = await self._tell_stage(stage)
                 await bell.wait(1.0)
@@ -187,7 +192,11 @@ class LeaseStart:
     async def _tell_stage(self, stage: int) -> int:
         if stage >= len(CONSOLE_STAGES):
             return stage
-        console = await self.ctx.driver(self.host_name).console(self.id, 262144)
+        try:
+            console = await self.ctx.driver(self.host_name).console(self.id, 262144)
+        except HostError as error:  # a line of progress less is no reason to end a start
+            log.debug("console_unreadable lease=%s error=%s", self.id, error)
+            return stage
         reached = stage
         for number, (text, _progress, _told) in enumerate(CONSOLE_STAGES[stage:], stage):
             if text in console:

@@ -14,7 +14,6 @@ from gpuspawner.host.api import HostError
 from gpuspawner.ledger import homes as home_ledger
 from gpuspawner.ledger import leases as lease_ledger
 from gpuspawner.ledger.database import Deposed, Transaction
-from gpuspawner.ledger.records import LeaseRecord
 from gpuspawner.pool.states import LeaseState
 
 log = logging.getLogger(__name__)
@@ -47,7 +46,7 @@ class QueueKeeper:
         if not before:
             self._told.clear()
             return
-        await self.ctx.ledger.write(self._place)
+        self._told |= await self.ctx.ledger.write(self._place)
         for lease in before:
             now = await self.ctx.ledger.read(lease_ledger.need, lease.id)
             if now.state is not LeaseState.QUEUED:
@@ -56,18 +55,17 @@ class QueueKeeper:
                 self.runners.start(lease.id)
             self.ctx.signals.ring(f"events:{lease.id}")
 
-    def _place(self, tx: Transaction) -> None:
+    def _place(self, tx: Transaction) -> dict[str, str]:
+        told: dict[str, str] = {}
         refusals = deciding.serve_queue(tx, self.ctx.views, now_ms())
         for lease in lease_ledger.queued(tx):
             refusal = refusals.get(lease.id)
             if refusal is not None:
-                self._tell(tx, lease, deciding.waiting_text(tx, lease, refusal))
-
-    def _tell(self, tx: Transaction, lease: LeaseRecord, text: str) -> None:
-        """Say why it waits, when that has changed."""
-        if self._told.get(lease.id) != text:
-            self._told[lease.id] = text
-            lease_ledger.add_event(tx, lease, now_ms(), "progress", 2, text)
+                text = deciding.waiting_text(tx, lease, refusal)
+                if self._told.get(lease.id) != text:
+                    lease_ledger.add_event(tx, lease, now_ms(), "progress", 2, text)
+                    told[lease.id] = text
+        return told
 
     async def housekeeping(self, keeper: HostKeeper) -> None:
         """New images are noticed, old trash is emptied."""

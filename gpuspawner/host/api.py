@@ -126,6 +126,10 @@ class GpuHost(Protocol):
         """Let go of connections and threads; guests go on."""
         ...
 
+    async def block(self, networks: frozenset[str]) -> None:
+        """Networks that guests must not reach, from the next survey on: other hosts' guests."""
+        ...
+
     async def survey(self) -> Inventory:
         """What the host has now."""
         ...

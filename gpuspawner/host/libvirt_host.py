@@ -87,6 +87,8 @@ class LibvirtHost:
         self._network = GuestNetwork(
             instance, name, cidr, bridge, gateway, hub_address, tuple(blocked)
         )
+        self._blocked: frozenset[str] = frozenset()
+        self._closed: tuple[str, ...] | None = None
         self._on_change: Callable[[str], None] = lambda _uuid: None
         self._connection = Connection(name, uri, lambda uuid: self._on_change(uuid))
         self._capabilities = vms.Capabilities(False, False, 0, 0, ())
@@ -105,10 +107,7 @@ class LibvirtHost:
         await self._connection.open()
         self._capabilities, self._real_cpus = await self._call(_look, "reading its capabilities")
         await self._call(self._pool.ensure, "preparing its storage pool", deadline_s=60)
-        network = replace(
-            self._network, blocked=(*self._network.blocked, *await self._own_addresses())
-        )
-        await self._call(network.ensure, "preparing its network", deadline_s=30)
+        await self._close_network()
         await self._end_probes()
         if self._emulated is not None:
             for gpu in self._emulated.gpus:
@@ -135,10 +134,24 @@ class LibvirtHost:
         """False after three failures in a row, until a reconnect in the background succeeds."""
         return self._connection.reachable
 
+    async def block(self, networks: frozenset[str]) -> None:
+        """Networks and addresses that guests must not reach, beside the host's own."""
+        self._blocked = networks
+
+    async def _close_network(self) -> None:
+        """Put network and filter right. The host's addresses come and go (a VPN, a container
+        engine), and so do other hosts: what guests must not reach is looked up anew each time."""
+        closed = (*self._network.blocked, *sorted(self._blocked), *await self._own_addresses())
+        if closed != self._closed:
+            network = replace(self._network, blocked=closed)
+            await self._call(network.ensure, "preparing its network", deadline_s=30)
+            self._closed = closed
+
     # -- what it has ------------------------------------------------------------------------------
 
     async def survey(self) -> Inventory:
         """What the host has now."""
+        await self._close_network()
         if self._emulated is not None:
             inventory = self._emulated.inventory(self.name, await self._boot_id())
         else:

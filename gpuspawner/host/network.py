@@ -85,8 +85,8 @@ class GuestNetwork:
 
     def filter_xml(self) -> str:
         """clean-traffic (no foreign MAC, address or ARP), then, in order: the hub's API, DNS at
-        the gateway, answers to connections from outside; nothing else to the gateway or to
-        ``blocked``; the rest of the world."""
+        the gateway, answers to connections from outside; nothing else to the gateway, the hub's
+        machine, other guests or ``blocked``; the rest of the world."""
         gateway = self.gateway_address
         version = ipaddress.ip_network(self.cidr).version
         root = el("filter", name=self.name, chain="root")
@@ -95,9 +95,9 @@ class GuestNetwork:
         if self.hub_address is not None:
             address, port = self.hub_address
             root.append(_rule("accept", 100, "tcp", dstipaddr=address, dstportstart=str(port)))
-        if self.bridge is None:
-            root.append(_rule("accept", 110, "udp", dstipaddr=gateway, dstportstart="53"))
-            root.append(_rule("accept", 110, "tcp", dstipaddr=gateway, dstportstart="53"))
+        # The seed names the gateway as the name server, whoever keeps it.
+        root.append(_rule("accept", 110, "udp", dstipaddr=gateway, dstportstart="53"))
+        root.append(_rule("accept", 110, "tcp", dstipaddr=gateway, dstportstart="53"))
         for network in self._closed():
             # Only what the guest begins: the proxy's connections to it must get their answers.
             root.append(
@@ -118,6 +118,11 @@ class GuestNetwork:
     def _closed(self) -> Sequence[ipaddress.IPv4Network | ipaddress.IPv6Network]:
         nets = {ipaddress.ip_network(text, strict=False) for text in self.blocked}
         nets.add(ipaddress.ip_network(self.gateway_address))
+        # The isolated port stops what goes straight to another guest; this stops what a guest
+        # sends there by way of the gateway.
+        nets.add(ipaddress.ip_network(self.cidr, strict=False))
+        if self.hub_address is not None:
+            nets.add(ipaddress.ip_network(self.hub_address[0]))
         return sorted(nets, key=str)
 
     def ensure(self, connection: Any) -> None:

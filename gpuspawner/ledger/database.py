@@ -51,6 +51,7 @@ class Ledger:
         self.epoch = 0
         self._engine = _engine(url)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ledger")
+        self.deposed = asyncio.Event()
 
     def open_sync(self) -> None:
         """Migrate the schema, learn the installation's id, take the next epoch."""
@@ -85,7 +86,13 @@ class Ledger:
 
         # A cancelled caller must not leave half of a thought behind: the transaction runs to its
         # end either way, and the caller learns of the cancellation after it.
-        return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._thread, run))
+        try:
+            return await asyncio.shield(
+                asyncio.get_running_loop().run_in_executor(self._thread, run)
+            )
+        except Deposed:
+            self.deposed.set()
+            raise
 
     read = write  # one thread keeps reads in order with writes; pools are small enough
 
@@ -125,7 +132,21 @@ def _engine(url: str) -> Engine:
         # The driver's default starts a transaction late, as a reader; two of those over-grant.
         event.listen(engine, "begin", lambda conn: conn.exec_driver_sql("BEGIN IMMEDIATE"))
         return engine
-    return sa.create_engine(url, isolation_level="SERIALIZABLE", pool_pre_ping=True)
+    return sa.create_engine(
+        url, isolation_level="SERIALIZABLE", pool_pre_ping=True, connect_args=_POSTGRES_LIMITS
+    )
+
+
+# A server that is there and does not answer must not hold the one writer thread for ever.
+_POSTGRES_LIMITS = {
+    "connect_timeout": 5,
+    "keepalives_idle": 5,
+    "keepalives_interval": 5,
+    "keepalives_count": 2,
+    "tcp_user_timeout": 15000,
+    "options": "-c statement_timeout=30000 -c lock_timeout=10000"
+    " -c idle_in_transaction_session_timeout=60000",
+}
 
 
 def _sqlite_connect(connection: Any, _record: Any) -> None:
@@ -139,5 +160,7 @@ def migrate(engine: Engine, revision: str = "head") -> None:
     config = AlembicConfig()
     config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
     with engine.begin() as connection:
+        if engine.dialect.name == "postgresql":
+            connection.exec_driver_sql("SET LOCAL statement_timeout = 0")
         config.attributes["connection"] = connection
         command.upgrade(config, revision)

@@ -82,10 +82,13 @@ def finish(
     """Store a verdict and move the GPU by it; returns the GPU's new state.
 
     Only a pass clears ``dirty``. Inconclusive runs are tried again after ``backoff_ms`` until
-    ``max_attempts`` of them were in vain.
+    ``max_attempts`` of them were in vain. The verdict of a run that was cut off meanwhile counts
+    for nothing: somebody else has the GPU by now.
     """
     gpu = gpu_ledger.get(tx, run.host, run.address)
     assert gpu is not None
+    if need(tx, run.id).state != "running" or gpu.diagnosis_id != run.id:
+        return gpu.state
     reason = " ".join(verdict.reasons) or None
     changes: dict[str, Any] = {"diagnosis_id": None, "retry_ms": None}
     if verdict.outcome is Outcome.PASS:

@@ -153,5 +153,6 @@ def _build(tx: Connection, name: str) -> HostView | None:
         used_mib=dict(used_mib),
         drained=host.drained,
         reachable=host.state == "ready",
+        connecting=host.state == "new",
         images=host.images,
     )

@@ -52,6 +52,7 @@ class Refusal:
 
 _NEARNESS = {
     "reachable": 0, "drained": 1, "image": 2, "home": 3, "gpu": 4, "cores": 5, "memory": 6,
+    "address": 7,
 }  # fmt: skip
 
 
@@ -80,6 +81,8 @@ def _on_host(request: Request, view: HostView) -> tuple[tuple[int, int], Claim] 
     def short(constraint: str, text: str, waiting: bool = False) -> Shortfall:
         return Shortfall(name, constraint, text, waiting)
 
+    if view.connecting:
+        return short("reachable", f"Host {name} has not been looked at yet.", waiting=True)
     if not view.reachable:
         return short("reachable", f"Host {name} does not answer.")
     if view.drained:

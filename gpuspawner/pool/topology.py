@@ -136,6 +136,7 @@ class HostView:
     used_mib: dict[int, int] = field(default_factory=dict)
     drained: bool = False
     reachable: bool = True
+    connecting: bool = False  # the allocator has just started: nothing is known yet
     images: frozenset[str] = frozenset()
 
     def free_cores(self, node_id: int) -> tuple[Core, ...]:

@@ -103,7 +103,7 @@ def quickstart() -> Iterator[Quickstart]:
         pytest.exit("There is no prepared quickstart: run 'tests/run browser'.", returncode=4)
     state = Path(prepared)
     for path in state.iterdir():  # as after the first preparation, whatever a run has left
-        if path.name not in ("venv", "images", "chp", "cache", "lock"):
+        if path.name not in ("venv", "images", "chp", "cache", "lock", ".gpuspawner-quickstart"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     (state / "quickstart-host.yaml").write_text(HOST)
     one = Quickstart(state, folder / "output")

@@ -102,6 +102,7 @@ class World:
     history: list[tuple[str, str]] = field(default_factory=list)  # (what, uuid), in order
     script: Script = lambda run, nonce, gpu: encode(report(run, nonce, gpu))
     gone: set[str] = field(default_factory=set)
+    blocked: frozenset[str] = frozenset()
     held: set[str] = field(default_factory=set)
     silent: bool = False  # guests do not answer HTTP
     deaf: bool = False  # guests ignore the power button
@@ -192,6 +193,9 @@ class ScriptedHost:
 
     async def close(self) -> None:
         self.world.changed = lambda uuid: None
+
+    async def block(self, networks: frozenset[str]) -> None:
+        self.world.blocked = networks
 
     async def survey(self) -> Inventory:
         await self.world.enter("survey")

@@ -257,6 +257,23 @@ async def test_a_gpu_is_not_released_while_somebody_holds_it(site: Site) -> None
         await lease_in(client, lease.id, "ended")
 
 
+async def test_a_home_that_was_never_used_binds_nobody(site: Site) -> None:
+    """The first start failed on one host; the next may go to another."""
+    world, other = site.worlds["h1"], site.world("h2", gpus=1)
+    async with site.running() as client:
+        await site.add_host(client, 0)
+        await site.add_host(client, 1, "h2")
+        await client.change_host("h2", schema.ChangeHost(drained=True))
+        world.fail["create"] = HostError("QEMU says no.")
+        failed = await client.acquire(acquire_body())
+        await lease_in(client, failed.id, "ended")
+        await client.change_host("h2", schema.ChangeHost(drained=False))
+        await client.change_host("h1", schema.ChangeHost(drained=True))
+        lease = await client.acquire(acquire_body(start="start-0002"))
+        assert (await lease_in(client, lease.id, "running")).host == "h2"
+    await other.close()
+
+
 async def test_unknown_image_and_too_little_memory(site: Site) -> None:
     """Bad requests say what to do."""
     async with site.running() as client:

@@ -136,8 +136,63 @@ async def test_a_vm_that_appears_after_its_lease_has_ended(site: Site) -> None:
         await client.stop(lease.id, wait_s=20)
         await gpu_in(client, lease.gpus[0], "unassigned")
         await world.boot(spec)
+        diagnosed = len(world.resets)
         await client.check_host("h1")  # surveys now instead of within a minute
         await wait_for_async(lambda: lease.id not in world.specs, 10, "the orphan to be ended")
+        await wait_for_async(lambda: len(world.resets) > diagnosed, 10, "a new diagnosis")
+        assert (await gpu_in(client, lease.gpus[0], "unassigned")).dirty is False
+
+
+async def test_who_waits_goes_on_waiting(site: Site) -> None:
+    """A restart empties no queue: hosts that have not been looked at yet may still help."""
+    world = site.worlds["h1"]
+    async with site.running() as client:
+        await site.add_host(client, 0)
+        holders = [await client.acquire(acquire_body(f"holder{n}")) for n in range(2)]
+        for holder in holders:
+            await lease_in(client, holder.id, "running")
+        world.gates["witness"] = asyncio.Event()
+        await client.stop(holders[0].id, wait_s=20)
+        waiting = await client.acquire(acquire_body("waiting"))
+        assert waiting.state == "queued"
+    world.gates["open"] = asyncio.Event()
+    async with site.running() as client:
+        early = await client.acquire(acquire_body("early"))
+        assert early.state == "queued"
+        async for event in client.events(waiting.id):
+            assert event.state == "queued"
+            if "being looked at" in event.message:
+                break  # the queue was served without ending anybody's waiting
+        world.gates.pop("open").set()
+        world.gates.pop("witness").set()
+        await client.put_payload(waiting.id, acquire_body("waiting").payload)
+        await lease_in(client, waiting.id, "running")
+
+
+async def test_the_verdict_of_a_run_that_was_cut_off_counts_for_nothing(site: Site) -> None:
+    """The host reboots while a run is being cleaned up; the next run has the GPU by the time the
+    first one's pass would be stored."""
+    world = site.worlds["h1"]
+    async with site.running() as client:
+        await site.add_host(client, 0)
+        gpu = (await client.gpus())[0]
+        world.gates["drop_disks"] = asyncio.Event()
+        await client.gpu_action("h1", gpu.address, schema.GpuAction(action="retest"))
+        await wait_for_async(
+            lambda: any(h[0] == "ack" for h in world.history[-20:]), 10, "the first run's report"
+        )
+        first = (await client.diagnoses(gpu=gpu.address))[0]
+        world.inventory = inventory("h1", boot_id="boot-2")
+        del world.gates["drop_disks"]
+        world.gates["witness"] = asyncio.Event()
+        await client.check_host("h1")
+        await gpu_in(client, gpu.address, "diagnosing")
+        runs = await client.diagnoses(gpu=gpu.address)
+        assert first.id in {run.id for run in runs}
+        world.gates.pop("witness").set()
+        await gpu_in(client, gpu.address, "unassigned")
+        newest = (await client.diagnoses(gpu=gpu.address))[0]
+        assert newest.outcome == "pass"
 
 
 async def test_a_host_that_rebooted(site: Site) -> None:

@@ -23,7 +23,7 @@ BRIDGE = GuestNetwork("0badcafe", "gpu1", "192.0.2.0/24", "br0", "192.0.2.254", 
 
 def valid(schema: str, xml: str, path: Path) -> None:
     if not (SCHEMAS / schema).exists() or shutil.which("xmllint") is None:
-        pytest.skip("needs libvirt's schemas and xmllint")
+        pytest.fail("libvirt's schemas or xmllint are missing: run 'tests/run'")
     path.write_text(xml)
     command = ["xmllint", "--noout", "--relaxng", str(SCHEMAS / schema), str(path)]
     result = subprocess.run(command, capture_output=True, text=True)
@@ -81,9 +81,25 @@ def test_filter_opens_the_hub_and_closes_the_rest() -> None:
     opened = [rule for rule in rules if rule[0] == "accept"]
     closed = [rule for rule in rules if rule[0] == "drop" and rule[2] == "all"]
     assert opened[0][3] == {"dstipaddr": "10.201.0.1", "dstportstart": "8081"}
-    assert {rule[3]["dstipaddr"] for rule in closed} == {"10.201.0.1", "10.0.0.0"}
+    assert {rule[3]["dstipaddr"] for rule in closed} == {"10.201.0.1", "10.201.0.0", "10.0.0.0"}
     assert max(rule[1] for rule in opened) < min(rule[1] for rule in closed)
     assert ET.fromstring(NAT.filter_xml()).find("filterref[@filter='clean-traffic']") is not None
+
+
+def test_a_bridged_guest_reaches_the_hub_and_its_name_server_alone() -> None:
+    rules = ET.fromstring(BRIDGE.filter_xml()).findall("rule")
+    opened = {
+        (rule[0].get("dstipaddr"), rule[0].get("dstportstart"))
+        for rule in rules
+        if rule.get("action") == "accept"
+    }
+    assert opened == {("192.0.2.9", "80"), ("192.0.2.254", "53")}
+    closed = {
+        (rule[0].get("dstipaddr"), rule[0].get("dstipmask"))
+        for rule in rules
+        if rule.get("action") == "drop" and rule[0].tag == "all"
+    }
+    assert closed == {("192.0.2.0", "24"), ("192.0.2.254", "32"), ("192.0.2.9", "32")}
 
 
 def test_console_text_is_readable() -> None:
