@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 Factory = Callable[[str, dict[str, Any]], GpuHost]
 
 _SURVEY_S = 60.0
+_KEEP_MS = 7 * 24 * 3600 * 1000  # consoles of boots that failed
 _UNREACHABLE_AFTER = 3  # failures in a row
 _BACKOFF_S = (1.0, 2.0, 5.0, 10.0, 30.0)
 
@@ -154,6 +155,7 @@ class HostKeeper:
             await abort_leftovers(self.ctx, name, frozenset())
             await self._take_up_leases(name)
         await self._end_orphans(name, driver)
+        await self._sweep(name, driver)
         await self._note_images(name, await driver.images())
         await self._set(name, "ready")
         keeping.have("reclaim", lambda: Reclaimer(self.ctx, name).run())
@@ -230,6 +232,17 @@ class HostKeeper:
                 await driver.drop_console(guest.uuid)
             except HostError as error:  # it is tried again at the next survey
                 log.error("orphan_stays host=%s uuid=%s error=%s", name, guest.uuid, error)
+
+    async def _sweep(self, name: str, driver: GpuHost) -> None:
+        """Delete what dead guests have left: a seed holds a token, and a call that was given up
+        may have made it after its lease had ended. Consoles of failed boots stay for a while."""
+        found = await driver.disk_owners()
+        kept = await self.ctx.ledger.read(self._owners, name)
+        kept |= await self.ctx.ledger.read(lease_ledger.failed_boots_since, now_ms() - _KEEP_MS)
+        for uuid in sorted(found - kept):
+            log.info("leftover_disks host=%s uuid=%s", name, uuid)
+            await driver.drop_disks(uuid)
+            await driver.drop_console(uuid)
 
     async def _suspect_its_gpus(self, name: str, driver: GpuHost, uuid: str) -> None:
         """What was proved about a GPU is worth nothing once a VM that nobody owns has had it."""

@@ -198,6 +198,10 @@ class GpuHost(Protocol):
         """End the VM now. Success when it is gone already."""
         ...
 
+    async def disk_owners(self) -> frozenset[str]:
+        """UUIDs of the guests, living or dead, that have an overlay, seed or console here."""
+        ...
+
     async def drop_disks(self, uuid: str) -> None:
         """Delete the guest's overlay and seed. The console log stays."""
         ...

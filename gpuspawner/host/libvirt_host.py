@@ -274,6 +274,11 @@ class LibvirtHost:
 
         await self._connection.transfer(put, f"writing the seed of {uuid}")
 
+    async def disk_owners(self) -> frozenset[str]:
+        """UUIDs of the guests, living or dead, that have an overlay, seed or console here."""
+        names = await self._call(self._pool.names, "listing its volumes")
+        return frozenset(uuid for uuid in map(volumes.guest_of, names) if uuid is not None)
+
     async def drop_disks(self, uuid: str) -> None:
         """Delete the guest's overlay and seed. The console log stays."""
         for part in ("root", "seed"):

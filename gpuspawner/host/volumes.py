@@ -34,6 +34,9 @@ _VOLUME_NAME = re.compile(r"^[a-z0-9][a-z0-9._-]{0,120}$")
 # -- names ----------------------------------------------------------------------------------------
 
 
+_GUEST_VOLUME = re.compile(r"^guest-([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})-[a-z]+$")
+
+
 def pool_name(instance: str, host: str) -> str:
     """``gs-<instance>-<host>``: several declared hosts may share one libvirt."""
     return f"gs-{instance}-{host}"
@@ -62,6 +65,12 @@ def guest_volume(uuid: str, part: str) -> str:
     """A part of one guest: ``root`` (overlay), ``seed`` or ``console``. One guest, one UUID, one
     volume of each."""
     return f"guest-{uuid}-{part}"
+
+
+def guest_of(name: str) -> str | None:
+    """The guest's UUID in a volume's name; ``None`` for every other kind of volume."""
+    match = _GUEST_VOLUME.match(name)
+    return match[1] if match else None
 
 
 def gpu_volume(address: str) -> str:

@@ -111,6 +111,16 @@ def recent(tx: Connection, limit: int, username: str | None = None) -> list[Leas
     return [lease_record(row) for row in tx.execute(query)]
 
 
+def failed_boots_since(tx: Connection, since_ms: int) -> frozenset[str]:
+    """Leases whose guests did not come up, and whose consoles may still be read."""
+    rows = tx.execute(
+        sa.select(t.leases.c.id).where(
+            t.leases.c.reason == EndReason.BOOT_FAILED, t.leases.c.ended_ms > since_ms
+        )
+    )
+    return frozenset(rows.scalars())
+
+
 def insert(tx: Connection, values: dict[str, Any], message: str) -> LeaseRecord:
     """A new lease with its first event."""
     tx.execute(t.leases.insert().values(**values))

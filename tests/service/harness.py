@@ -112,7 +112,7 @@ class Site:
             )
         )  # fmt: skip
         await wait_for_async(
-            lambda: self._all_free(client, name), 20, f"the GPUs of {name} to be free"
+            lambda: self._all_free(client, name), 60, f"the GPUs of {name} to be free"
         )
 
     async def _all_free(self, client: AllocatorClient, name: str) -> bool:
@@ -145,7 +145,7 @@ async def lease_in(client: AllocatorClient, lease_id: str, *states: str) -> sche
         lease = await client.lease(lease_id)
         return lease if lease.state in states else None
 
-    return await wait_for_async(look, 20, f"lease {lease_id} to be {' or '.join(states)}")
+    return await wait_for_async(look, 60, f"lease {lease_id} to be {' or '.join(states)}")
 
 
 async def gpu_in(client: AllocatorClient, address: str, *states: str) -> schema.Gpu:
@@ -157,4 +157,4 @@ async def gpu_in(client: AllocatorClient, address: str, *states: str) -> schema.
                 return gpu
         return None
 
-    return await wait_for_async(look, 20, f"GPU {address} to be {' or '.join(states)}")
+    return await wait_for_async(look, 60, f"GPU {address} to be {' or '.join(states)}")

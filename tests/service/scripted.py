@@ -271,6 +271,9 @@ class ScriptedHost:
         if uuid in self.world.specs:
             await self.world.end(uuid)
 
+    async def disk_owners(self) -> frozenset[str]:
+        return frozenset(self.world.disks | set(self.world.seeds))
+
     async def drop_disks(self, uuid: str) -> None:
         await self.world.enter("drop_disks", uuid)
         self.world.disks.discard(uuid)

@@ -198,7 +198,7 @@ async def test_cancel_while_booting(site: Site) -> None:
     async with site.running() as client:
         await site.add_host(client, 0)
         lease = await client.acquire(acquire_body())
-        await wait_for_async(lambda: lease.id in world.specs, 10, "the VM to be made")
+        await wait_for_async(lambda: lease.id in world.specs, 45, "the VM to be made")
         released = await client.release(
             schema.ReleaseLease(username="ada", server_name="", start_id="start-0001")
         )
@@ -251,7 +251,7 @@ async def test_a_gpu_is_not_released_while_somebody_holds_it(site: Site) -> None
         )
         await lease_in(client, lease.id, "stopping")
         asked = ("released", lease.gpus[0])
-        await wait_for_async(lambda: asked in world.history, 10, "the host to be asked")
+        await wait_for_async(lambda: asked in world.history, 45, "the host to be asked")
         assert (await client.lease(lease.id)).state == "stopping"
         world.held.clear()
         await lease_in(client, lease.id, "ended")

@@ -172,12 +172,12 @@ async def test_a_service_vm_that_dies(site: Site) -> None:
         for attempt in range(1, 4):
             await wait_for_async(
                 lambda: next((s for s in world.specs.values() if s.kind == "service"), None),
-                20,
+                60,
                 f"service VM {attempt}",
             )
             spec = next(s for s in world.specs.values() if s.kind == "service")
             await world.end(spec.uuid)
-            await wait_for_async(lambda u=spec.uuid: u not in world.disks, 20, "its disks to go")
+            await wait_for_async(lambda u=spec.uuid: u not in world.disks, 60, "its disks to go")
         gpu = await gpu_in(client, lease.gpus[0], "quarantined")
         assert "ended before its report was complete" in (gpu.reason or "")
 

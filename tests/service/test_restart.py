@@ -62,7 +62,7 @@ async def test_stopped_in_the_middle_of_a_start(site: Site, call: str) -> None:
                 await client.put_payload(lease.id, acquire_body().payload)
             return now.state == "running"
 
-        await wait_for_async(run_or_ask, 20, "the lease to run")
+        await wait_for_async(run_or_ask, 60, "the lease to run")
         assert world.seeds == {}
         assert len([s for s in world.specs.values() if s.kind == "lease"]) == 1
 
@@ -122,7 +122,7 @@ async def test_a_vm_that_no_lease_owns_is_ended(site: Site) -> None:
         await gpu_in(client, lease.gpus[0], "unassigned")
     await world.boot(spec)
     async with site.running():
-        await wait_for_async(lambda: lease.id not in world.specs, 10, "the orphan to be ended")
+        await wait_for_async(lambda: lease.id not in world.specs, 45, "the orphan to be ended")
 
 
 async def test_a_vm_that_appears_after_its_lease_has_ended(site: Site) -> None:
@@ -138,8 +138,11 @@ async def test_a_vm_that_appears_after_its_lease_has_ended(site: Site) -> None:
         await world.boot(spec)
         diagnosed = len(world.resets)
         await client.check_host("h1")  # surveys now instead of within a minute
-        await wait_for_async(lambda: lease.id not in world.specs, 10, "the orphan to be ended")
-        await wait_for_async(lambda: len(world.resets) > diagnosed, 10, "a new diagnosis")
+        await wait_for_async(lambda: lease.id not in world.specs, 45, "the orphan to be ended")
+        await wait_for_async(lambda: len(world.resets) > diagnosed, 45, "a new diagnosis")
+        world.seeds[lease.id] = b"a seed that was written too late"
+        await client.check_host("h1")
+        await wait_for_async(lambda: world.seeds == {}, 45, "the late seed to be deleted")
         assert (await gpu_in(client, lease.gpus[0], "unassigned")).dirty is False
 
 
@@ -179,7 +182,7 @@ async def test_the_verdict_of_a_run_that_was_cut_off_counts_for_nothing(site: Si
         world.gates["drop_disks"] = asyncio.Event()
         await client.gpu_action("h1", gpu.address, schema.GpuAction(action="retest"))
         await wait_for_async(
-            lambda: any(h[0] == "ack" for h in world.history[-20:]), 10, "the first run's report"
+            lambda: any(h[0] == "ack" for h in world.history[-20:]), 45, "the first run's report"
         )
         first = (await client.diagnoses(gpu=gpu.address))[0]
         world.inventory = inventory("h1", boot_id="boot-2")
