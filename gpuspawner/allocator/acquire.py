@@ -186,6 +186,7 @@ def _request(tx: Transaction, lease: LeaseRecord) -> Request:
         gpu_model=wanted["gpu_model"],
         image=lease.image_digest,
         home_host=None if home is None else home.host,
+        policy=wanted.get("policy", "strict"),  # leases from before there was a choice have none
     )
 
 
@@ -199,7 +200,8 @@ def _take(tx: Transaction, lease: LeaseRecord, claim: Claim, now_ms: int) -> Non
         home_ledger.add(
             tx, lease.key, home_id, claim.host, f"home-{home_id}", lease.request["home_mib"], now_ms
         )
-    where = f"host {claim.host}, NUMA node {claim.cells[0].node}"
+    nodes = ", ".join(str(cell.node) for cell in claim.cells)
+    where = f"host {claim.host}, NUMA node{'s' if len(claim.cells) > 1 else ''} {nodes}"
     what = f"GPU {', '.join(claim.gpus)} on {where}" if claim.gpus else where.capitalize()
     lease_ledger.claim(tx, lease, claim, address, mac, now_ms, f"You have {what}.")
 
