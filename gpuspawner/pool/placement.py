@@ -1,7 +1,8 @@
 """Where a request goes.
 
 ``place`` asks every host whether the whole request fits there under its policy (the arithmetic is
-in ``fitting``), and takes the tightest fit. A request
+in ``fitting``), and takes the place that strands the fewest GPUs (``choosing``), or of equals the
+tightest. A request
 that fits nowhere is refused with each constraint that failed and its numbers.
 """
 
@@ -9,9 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
+from gpuspawner.pool.choosing import Mix, newly_stranded
 from gpuspawner.pool.fitting import Need, Part, Room, on_one_node, scatter, split
 from gpuspawner.pool.topology import Cell, Claim, HostView, Request
+
+Preference = Literal["pack", "spread"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +70,12 @@ class Fit:
     parts: tuple[Part, ...]
 
     @property
-    def tightness(self) -> tuple[int, int, int, str, tuple[int, ...]]:
-        """Sorts the tightest fit first: fewest nodes, fewest GPUs and then fewest cores left on
-        them; equal fits by the host and the nodes that sort first."""
+    def tightness(self) -> tuple[int, int, str, tuple[int, ...]]:
+        """Sorts the tightest fit first: fewest GPUs and then fewest cores left on its nodes;
+        equal fits by the host and the nodes that sort first."""
         nodes = tuple(part.node for part in self.parts)
         used = [room for room in self.rooms if room.node in nodes]
         return (
-            len(nodes),
             sum(room.gpus for room in used) - sum(part.gpus for part in self.parts),
             sum(room.cores for room in used) - sum(part.cores for part in self.parts),
             self.view.inventory.host,
@@ -79,10 +83,17 @@ class Fit:
         )
 
 
-def place(request: Request, hosts: Sequence[HostView]) -> Claim | Refusal:
+def place(
+    request: Request, hosts: Sequence[HostView], mix: Mix = (), prefer: Preference = "pack"
+) -> Claim | Refusal:
     """The best claim for a request, or why there is none.
 
-    Deterministic: equal fits go to the host, nodes and addresses that sort first.
+    :param mix: what people ask for, so that the choice keeps room for it.
+    :param prefer: ``pack`` fills hosts one after another; ``spread`` takes the host with the most
+        free GPUs first, for cooling and so that a lost host ends few servers.
+
+    Fewer NUMA nodes always come first. Deterministic: equal fits go to the host, nodes and
+    addresses that sort first.
     """
     shortfalls: list[Shortfall] = []
     fits: list[Fit] = []
@@ -94,7 +105,13 @@ def place(request: Request, hosts: Sequence[HostView]) -> Claim | Refusal:
             fits.extend(found)
     if not fits:
         return Refusal(tuple(shortfalls))
-    return _claim(request, min(fits, key=lambda fit: fit.tightness))
+
+    def rank(fit: Fit) -> tuple[int, int, int, tuple[int, int, str, tuple[int, ...]]]:
+        emptiest_first = -len(fit.view.free_gpus) if prefer == "spread" else 0
+        strands = newly_stranded(fit.view, _claim(request, fit), mix) if mix else 0
+        return len(fit.parts), emptiest_first, strands, fit.tightness
+
+    return _claim(request, min(fits, key=rank))
 
 
 def on_host(request: Request, view: HostView) -> list[Fit] | Shortfall:
