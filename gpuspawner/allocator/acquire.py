@@ -190,6 +190,7 @@ def _request(tx: Transaction, lease: LeaseRecord) -> Request:
         image=lease.image_digest,
         # A home that no server ever used has nothing in it that would bind anybody.
         home_host=home.host if home is not None and home.used else None,
+        policy=wanted.get("policy", "strict"),  # leases from before there was a choice have none
     )
 
 
@@ -207,7 +208,8 @@ def _take(tx: Transaction, lease: LeaseRecord, claim: Claim, now_ms: int) -> Non
         home_ledger.add(
             tx, lease.key, home_id, claim.host, f"home-{home_id}", lease.request["home_mib"], now_ms
         )
-    where = f"host {claim.host}, NUMA node {claim.cells[0].node}"
+    nodes = ", ".join(str(cell.node) for cell in claim.cells)
+    where = f"host {claim.host}, NUMA node{'s' if len(claim.cells) > 1 else ''} {nodes}"
     what = f"GPU {', '.join(claim.gpus)} on {where}" if claim.gpus else where.capitalize()
     lease_ledger.claim(tx, lease, claim, address, mac, now_ms, f"You have {what}.")
 

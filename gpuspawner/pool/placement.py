@@ -1,27 +1,39 @@
 """Where a request goes.
 
-``place`` looks at every host, keeps those where the whole request fits on one NUMA node (GPUs,
-whole cores and memory together), and takes the tightest fit. A request that fits nowhere is
-refused with each constraint that failed and its numbers.
+``place`` asks every host whether the whole request fits there under its policy (the arithmetic is
+in ``fitting``), and takes the place that strands the fewest GPUs (``choosing``), or of equals the
+tightest. A request
+that fits nowhere is refused with each constraint that failed and its numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from gpuspawner.pool.topology import Cell, Claim, Gpu, HostView, Request
+from gpuspawner.pool.choosing import Mix, newly_stranded
+from gpuspawner.pool.fitting import Need, Part, Room, on_one_node, scatter, split
+from gpuspawner.pool.topology import Cell, Claim, HostView, Request
+
+Preference = Literal["pack", "spread"]
 
 
 @dataclass(frozen=True, slots=True)
 class Shortfall:
     """One constraint that failed on one host. ``waiting_helps`` says that GPUs which are being
-    wiped would satisfy it."""
+    wiped would satisfy it; ``hopeless``, that the host never has what is asked for."""
 
     host: str
-    constraint: str  # reachable, drained, image, home, gpu, cores, memory
+    constraint: str  # reachable, drained, address, image, home, gpu, cores, memory
     text: str
     waiting_helps: bool = False
+    hopeless: bool = False
+
+    @property
+    def nearness(self) -> int:
+        """How near the host came to taking the request."""
+        return -1 if self.hopeless else _NEARNESS.get(self.constraint, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,129 +49,305 @@ class Refusal:
 
     @property
     def constraint(self) -> str:
-        """The constraint of the host that came nearest to taking the request."""
+        """The constraint of the host that came nearest to taking the request; of equals, the
+        first."""
         if not self.shortfalls:
             return "hosts"
-        return max(self.shortfalls, key=lambda s: _NEARNESS.get(s.constraint, 0)).constraint
+        return max(self.shortfalls, key=lambda s: s.nearness).constraint
 
     def sentence(self) -> str:
         """The reason in one sentence, the nearest fit first."""
         if not self.shortfalls:
             return "There is no GPU host in the pool."
-        ranked = sorted(self.shortfalls, key=lambda s: (-_NEARNESS.get(s.constraint, 0), s.host))
-        return ranked[0].text
+        return max(self.shortfalls, key=lambda s: s.nearness).text
 
 
 _NEARNESS = {
-    "reachable": 0, "drained": 1, "image": 2, "home": 3, "gpu": 4, "cores": 5, "memory": 6,
-    "address": 7,
+    "reachable": 0, "drained": 1, "address": 2, "image": 2, "home": 3, "gpu": 4, "cores": 5,
+    "memory": 6,
 }  # fmt: skip
 
 
-def place(request: Request, hosts: Sequence[HostView]) -> Claim | Refusal:
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """One way to place a request on one host, and what was free there before."""
+
+    view: HostView
+    rooms: tuple[Room, ...]
+    parts: tuple[Part, ...]
+
+    @property
+    def tightness(self) -> tuple[int, int, str, tuple[int, ...]]:
+        """Sorts the tightest fit first: fewest GPUs and then fewest cores left on its nodes;
+        equal fits by the host and the nodes that sort first."""
+        nodes = tuple(part.node for part in self.parts)
+        used = [room for room in self.rooms if room.node in nodes]
+        return (
+            sum(room.gpus for room in used) - sum(part.gpus for part in self.parts),
+            sum(room.cores for room in used) - sum(part.cores for part in self.parts),
+            self.view.inventory.host,
+            nodes,
+        )
+
+
+def place(
+    request: Request, hosts: Sequence[HostView], mix: Mix = (), prefer: Preference = "pack"
+) -> Claim | Refusal:
     """The best claim for a request, or why there is none.
 
-    Deterministic: equal fits go to the host, node and addresses that sort first.
+    :param mix: what people ask for, so that the choice keeps room for it.
+    :param prefer: ``pack`` fills hosts one after another; ``spread`` takes the host with the most
+        free GPUs first, for cooling and so that a lost host ends few servers.
+
+    Fewer NUMA nodes always come first. Deterministic: equal fits go to the host, nodes and
+    addresses that sort first.
     """
     shortfalls: list[Shortfall] = []
-    best: tuple[tuple[int, int, str, int], Claim] | None = None
+    fits: list[Fit] = []
     for view in hosts:
-        found = _on_host(request, view)
+        found = on_host(request, view)
         if isinstance(found, Shortfall):
             shortfalls.append(found)
-            continue
-        leftover, claim = found
-        rank = (*leftover, claim.host, claim.cells[0].node)
-        if best is None or rank < best[0]:
-            best = (rank, claim)
-    return best[1] if best else Refusal(tuple(shortfalls))
-
-
-def _on_host(request: Request, view: HostView) -> tuple[tuple[int, int], Claim] | Shortfall:
-    name = view.inventory.host
-
-    def short(constraint: str, text: str, waiting: bool = False) -> Shortfall:
-        return Shortfall(name, constraint, text, waiting)
-
-    if view.connecting:
-        return short("reachable", f"Host {name} has not been looked at yet.", waiting=True)
-    if not view.reachable:
-        return short("reachable", f"Host {name} does not answer.")
-    if view.drained:
-        return short("drained", f"Host {name} is being drained for maintenance.")
-    if request.home_host is not None and request.home_host != name:
-        return short("home", f"Your home is on host {request.home_host}, and {name} is not it.")
-    fits: list[tuple[tuple[int, int], Claim]] = []
-    worst: Shortfall | None = None
-    for node in view.inventory.nodes:
-        result = _on_node(request, view, node.id)
-        if isinstance(result, Shortfall):
-            worst = result if worst is None else _nearer(worst, result)
         else:
-            fits.append(result)
-    if fits and request.image and request.image not in view.images:
-        return short("image", f"The image is not on host {name} yet.", waiting=True)
-    if fits:
-        return min(fits, key=lambda fit: (fit[0], fit[1].cells[0].node))
-    if worst is None:
-        return short("gpu", f"Host {name} has no NUMA node.")
-    return worst
+            fits.extend(found)
+    if not fits:
+        # The host of the home comes first: no other could have taken the request.
+        return Refusal(
+            tuple(sorted(shortfalls, key=lambda s: (s.host != request.home_host, s.host)))
+        )
+
+    def rank(fit: Fit) -> tuple[int, int, int, tuple[int, int, str, tuple[int, ...]]]:
+        emptiest_first = -len(fit.view.free_gpus) if prefer == "spread" else 0
+        strands = newly_stranded(fit.view, _claim(request, fit), mix) if mix else 0
+        return len(fit.parts), emptiest_first, strands, fit.tightness
+
+    return _claim(request, min(fits, key=rank))
 
 
-def _nearer(a: Shortfall, b: Shortfall) -> Shortfall:
-    """Of two failures on one host, the one that waiting helps, else the one that came nearer."""
-    key_a = (a.waiting_helps, _NEARNESS[a.constraint])
-    key_b = (b.waiting_helps, _NEARNESS[b.constraint])
-    return b if key_b > key_a else a
-
-
-def _on_node(
-    request: Request, view: HostView, node_id: int
-) -> tuple[tuple[int, int], Claim] | Shortfall:
+def on_host(request: Request, view: HostView) -> list[Fit] | Shortfall:
+    """The ways to place a request on one host, or the constraint that rules the host out."""
     name = view.inventory.host
-    cores = view.free_cores(node_id)
-    free_mib = view.free_mib(node_id)
-    matching = list(_matching(request, view.inventory.gpus, node_id))
-    free = sorted(gpu.address for gpu in matching if gpu.address in view.free_gpus)
-    coming = [gpu for gpu in matching if gpu.address in view.coming_gpus]
-    enough_beside = len(cores) >= request.cores and free_mib >= request.memory_mib
-    if len(free) < request.gpus:
-        what = request.gpu_model or "GPU"
-        text = (
-            f"{request.gpus} × {what} asked for; node {node_id} of host {name} has "
-            f"{len(matching)}, of which {len(free)} free"
-            + (f" and {len(coming)} being wiped." if coming else ".")
-        )
-        helps = enough_beside and len(free) + len(coming) >= request.gpus
-        return Shortfall(name, "gpu", text, helps)
-    if len(cores) < request.cores:
-        return Shortfall(
-            name,
-            "cores",
-            f"{request.cores} cores asked for on node {node_id} of host {name}, beside the GPU; "
-            f"{len(cores)} are free there.",
-        )
-    if free_mib < request.memory_mib:
-        return Shortfall(
-            name,
-            "memory",
-            f"{request.memory_mib} MiB asked for on node {node_id} of host {name}, beside the "
-            f"GPU; {max(0, free_mib)} MiB are free there.",
-        )
-    claim = Claim(
-        host=name,
-        gpus=tuple(free[: request.gpus]),
-        cells=(Cell(node_id, cores[: request.cores], request.memory_mib),),
+    out = _out(request, view)
+    if out is not None:
+        return out
+    need = Need(request.gpus, request.cores, request.memory_mib)
+    rooms = _rooms(request, view, view.free_gpus)
+    ways = _ways(request, need, rooms)
+    if not ways:
+        return _SHORT[request.policy](request, need, view, rooms)
+    if request.image and request.image not in view.images:
+        text = f"The image is not on host {name} yet."
+        return Shortfall(name, "image", text, waiting_helps=True)
+    return [Fit(view, rooms, parts) for parts in ways]
+
+
+def _out(request: Request, view: HostView) -> Shortfall | None:
+    """What rules a host out before anything is counted. A home binds its server: what is wrong
+    with its host is what the user needs to know."""
+    name = view.inventory.host
+    mine = request.home_host == name
+    every = frozenset(gpu.address for gpu in view.inventory.gpus)
+    if request.gpus and not mine and not _matching(request, view, every):
+        what = f"{request.gpus} × {request.gpu_model or 'GPU'}"
+        text = f"{what} asked for; host {name} has 0 to give out."
+        return Shortfall(name, "gpu", text, hopeless=True)
+    if request.home_host is not None and not mine:
+        text = f"Your home is on host {request.home_host}, and {name} is not it."
+        return Shortfall(name, "home", text)
+    if view.connecting:
+        text = f"Host {name} has not been looked at yet."
+        return Shortfall(name, "reachable", text, waiting_helps=True)
+    if not view.reachable:
+        if mine:
+            text = (
+                f"Your home is on host {name}, which does not answer. Try again later; an admin "
+                "sees why it does not."
+            )
+            return Shortfall(name, "home", text)
+        return Shortfall(name, "reachable", f"Host {name} does not answer.")
+    if view.drained:
+        if mine:
+            text = (
+                f"Your home is on host {name}, which is being drained for maintenance. Try again "
+                "when that is over."
+            )
+            return Shortfall(name, "home", text)
+        return Shortfall(name, "drained", f"Host {name} is being drained for maintenance.")
+    return None
+
+
+def _ways(request: Request, need: Need, rooms: Sequence[Room]) -> list[tuple[Part, ...]]:
+    """The nearest that the policy allows: one node before several, each GPU beside its cores
+    before scattered."""
+    ways: list[tuple[Part, ...]] = [(part,) for part in on_one_node(need, rooms)]
+    if not ways and request.policy != "strict":
+        parts = split(need, rooms)
+        if parts is None and request.policy == "any":
+            parts = scatter(need, rooms)
+        if parts is not None:
+            ways.append(parts)
+    return ways
+
+
+def _rooms(request: Request, view: HostView, gpus: frozenset[str]) -> tuple[Room, ...]:
+    """What is free on each node of a host, if these GPUs are.
+
+    Node numbers may have gaps, and a node may lack GPUs, CPUs or memory. A GPU whose node is
+    unknown (-1) or is not among the host's is in no room, so it is never given out.
+    """
+    count: dict[int, int] = {}
+    for address in _matching(request, view, gpus):
+        node = view.inventory.gpu(address).node
+        count[node] = count.get(node, 0) + 1
+    return tuple(
+        Room(number, count.get(number, 0), len(view.free_cores(number)), view.free_mib(number))
+        for number in sorted(node.id for node in view.inventory.nodes)
+        if number >= 0
     )
-    leftover = (len(free) - request.gpus, len(cores) - request.cores)
-    return leftover, claim
 
 
-def _matching(request: Request, gpus: Iterable[Gpu], node_id: int) -> Iterable[Gpu]:
-    return (
-        gpu
-        for gpu in gpus
-        if gpu.node == node_id
+def _matching(request: Request, view: HostView, among: frozenset[str]) -> list[str]:
+    """Addresses of the GPUs that the request could use, of those given."""
+    return sorted(
+        gpu.address
+        for gpu in view.inventory.gpus
+        if gpu.address in among
         and not gpu.problems
         and (request.gpu_model is None or gpu.model == request.gpu_model)
     )
+
+
+def _claim(request: Request, fit: Fit) -> Claim:
+    """The fit in GPUs and cores by name: on each node those that sort first."""
+    inventory = fit.view.inventory
+    matching = _matching(request, fit.view, fit.view.free_gpus)
+    gpus: list[str] = []
+    for part in fit.parts:
+        near = [address for address in matching if inventory.gpu(address).node == part.node]
+        gpus += near[: part.gpus]
+    cells = tuple(
+        Cell(part.node, fit.view.free_cores(part.node)[: part.cores], part.memory_mib)
+        for part in fit.parts
+        if part.cores or len(fit.parts) == 1
+    )
+    return Claim(inventory.host, tuple(gpus), cells)
+
+
+# Why a host does not take a request, in numbers.
+
+
+def _waiting_helps(request: Request, need: Need, view: HostView) -> bool:
+    """It would fit if the GPUs that are being wiped were free."""
+    return bool(_ways(request, need, _rooms(request, view, view.free_gpus | view.coming_gpus)))
+
+
+def _strict_short(request: Request, need: Need, view: HostView, rooms: Sequence[Room]) -> Shortfall:
+    """The node that came nearest: one where waiting helps, else the one with the fewest
+    constraints broken before it."""
+    name = view.inventory.host
+    if not rooms:
+        return Shortfall(name, "gpu", f"Host {name} has no NUMA node.")
+    after = _rooms(request, view, view.free_gpus | view.coming_gpus)
+    every = _rooms(request, view, frozenset(gpu.address for gpu in view.inventory.gpus))
+    nearest: Shortfall | None = None
+    for room, later, all_of_it in zip(rooms, after, every, strict=True):
+        where = f"on node {room.node} of host {name}, beside the GPU"
+        if room.gpus < need.gpus:
+            coming = later.gpus - room.gpus
+            found = Shortfall(
+                name,
+                "gpu",
+                f"{need.gpus} × {request.gpu_model or 'GPU'} asked for; node {room.node} of host "
+                f"{name} has {all_of_it.gpus}, of which {room.gpus} free"
+                + (f" and {coming} being wiped." if coming else "."),
+                waiting_helps=bool(on_one_node(need, [later])),
+            )
+        elif room.cores < need.cores:
+            text = f"{need.cores} cores asked for {where}; {room.cores} are free there."
+            found = Shortfall(name, "cores", text)
+        else:
+            free = max(0, room.memory_mib)
+            text = f"{need.memory_mib} MiB asked for {where}; {free} MiB are free there."
+            found = Shortfall(name, "memory", text)
+        if nearest is None or _near(found) > _near(nearest):
+            nearest = found
+    assert nearest is not None
+    return nearest
+
+
+def _near(shortfall: Shortfall) -> tuple[bool, int]:
+    return shortfall.waiting_helps, _NEARNESS[shortfall.constraint]
+
+
+def _gpu_short(
+    request: Request, need: Need, view: HostView, rooms: Sequence[Room]
+) -> Shortfall | None:
+    """The host as a whole has too few free GPUs."""
+    if sum(room.gpus for room in rooms) >= need.gpus:
+        return None
+    name = view.inventory.host
+    every = _rooms(request, view, frozenset(gpu.address for gpu in view.inventory.gpus))
+    after = _rooms(request, view, view.free_gpus | view.coming_gpus)
+    free = sum(room.gpus for room in rooms)
+    coming = sum(room.gpus for room in after) - free
+    text = (
+        f"{need.gpus} × {request.gpu_model or 'GPU'} asked for; host {name} has "
+        f"{sum(room.gpus for room in every)}, of which {free} free"
+        + (f" and {coming} being wiped." if coming else ".")
+    )
+    return Shortfall(name, "gpu", text, _waiting_helps(request, need, view))
+
+
+def _split_short(request: Request, need: Need, view: HostView, rooms: Sequence[Room]) -> Shortfall:
+    """Too few GPUs on the host, or too few cores or MiB beside them."""
+    if need.gpus == 0:  # nothing to split by: one node or none
+        return _strict_short(request, need, view, rooms)
+    short = _gpu_short(request, need, view, rooms)
+    if short is not None:
+        return short
+    plenty = [Room(room.node, room.gpus, room.cores, need.memory_mib) for room in rooms]
+    constraint = "memory" if split(need, plenty) is not None else "cores"
+    unit = "MiB" if constraint == "memory" else "cores"
+    asked = need.memory_mib if constraint == "memory" else need.cores
+    beside = ", ".join(
+        f"node {room.node} {room.gpus} and "
+        f"{max(0, room.memory_mib) if constraint == 'memory' else room.cores}"
+        for room in rooms
+        if room.gpus
+    )
+    name = view.inventory.host
+    return Shortfall(
+        name,
+        constraint,
+        f"{asked} {unit} asked for beside {need.gpus} × {request.gpu_model or 'GPU'}, each GPU "
+        f"with its share on its own node; free GPUs and {unit} on host {name}: {beside}.",
+        _waiting_helps(request, need, view),
+    )
+
+
+def _any_short(request: Request, need: Need, view: HostView, rooms: Sequence[Room]) -> Shortfall:
+    """Too few GPUs, cores or MiB on the host as a whole."""
+    short = _gpu_short(request, need, view, rooms)
+    if short is not None:
+        return short
+    name = view.inventory.host
+    usable = [room for room in rooms if room.cores and room.memory_mib >= need.page_mib]
+    cores = sum(room.cores for room in usable)
+    if cores < need.cores:
+        each = ", ".join(f"node {room.node} {room.cores}" for room in usable) or "none"
+        text = (
+            f"{need.cores} cores asked for; host {name} has {cores} free on nodes that also have "
+            f"memory: {each}."
+        )
+        return Shortfall(name, "cores", text)
+    each = ", ".join(f"node {room.node} {room.memory_mib}" for room in usable) or "none"
+    text = (
+        f"{need.memory_mib} MiB asked for, with {need.cores} cores; host {name} has "
+        f"{sum(room.memory_mib for room in usable)} MiB free on nodes that also have cores: "
+        f"{each}; each node used needs a core."
+    )
+    return Shortfall(name, "memory", text)
+
+
+_Short = Callable[[Request, Need, HostView, Sequence[Room]], Shortfall]
+_SHORT: dict[str, _Short] = {"strict": _strict_short, "split": _split_short, "any": _any_short}

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from typing import Literal
 
 PCI_ADDRESS = re.compile(r"^[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]$")
 HOST_NAME = re.compile(r"^[a-z0-9][a-z0-9-]{0,39}$")
 
 Core = tuple[int, ...]
+Policy = Literal["strict", "split", "any"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,12 @@ class Inventory:
 @dataclass(frozen=True, slots=True)
 class Request:
     """What one server asks for. ``gpu_model`` of ``None`` takes any model; ``home_host`` names
-    the host whose local pool holds the user's home, which binds the server to it."""
+    the host whose local pool holds the user's home, which binds the server to it.
+
+    ``policy`` says how near to one another its parts must be: ``strict`` puts all of it on one
+    NUMA node; ``split`` may use several, each GPU with its share of cores and memory on its own
+    node; ``any`` takes GPUs, cores and memory from anywhere on one host (``pool/fitting.py``).
+    """
 
     gpus: int
     cores: int
@@ -91,6 +98,7 @@ class Request:
     gpu_model: str | None = None
     image: str = ""
     home_host: str | None = None
+    policy: Policy = "strict"
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpuspawner.pool.fitting import Need, Room, split
 from gpuspawner.pool.placement import Refusal, place
-from gpuspawner.pool.topology import Claim, Gpu, HostView, Inventory, Node, Request
+from gpuspawner.pool.topology import Cell, Claim, Gpu, HostView, Inventory, Node, Policy, Request
+from tests.bench.exactness import faults
 
 
 def host(
@@ -155,3 +158,103 @@ def _fits_somewhere(request: Request, view: HostView) -> bool:
         and n.memory_mib - n.reserve_mib - view.used_mib.get(n.id, 0) >= request.memory_mib
         for n in view.inventory.nodes
     )
+
+
+def test_three_hundred_random_cases_agree_with_a_brute_force() -> None:
+    assert faults(300, seed=7) == []
+
+
+FOUR = Request(gpus=4, cores=5, memory_mib=9000, image="img", policy="split")
+
+
+def test_split_gives_each_gpu_its_share_on_its_own_node() -> None:
+    view = host(gpus=4)
+    claim = place(FOUR, [view])
+    assert isinstance(claim, Claim)
+    assert claim.cells == (
+        Cell(0, ((0, 100), (1, 101), (2, 102)), 4500),
+        Cell(1, ((4, 104), (5, 105)), 4500),
+    )
+    assert claim.gpus == ("0000:40:00.0", "0000:42:00.0", "0000:41:00.0", "0000:43:00.0")
+
+
+def test_split_takes_uneven_numbers_of_gpus_in_proportion() -> None:
+    view = replace(host(gpus=4, cores=8), free_gpus=host(gpus=4).free_gpus - {"0000:43:00.0"})
+    claim = place(replace(FOUR, gpus=3, cores=6, memory_mib=9000), [view])
+    assert isinstance(claim, Claim)
+    assert [(len(cell.cores), cell.memory_mib) for cell in claim.cells] == [(4, 6000), (2, 3000)]
+
+
+def test_the_odd_core_goes_where_there_is_one() -> None:
+    """Five cores for two and two GPUs: node 0 has only two left, so node 1 gives three."""
+    view = replace(host(gpus=4), used_cpus=frozenset({0, 1}))
+    claim = place(FOUR, [view])
+    assert isinstance(claim, Claim)
+    assert [len(cell.cores) for cell in claim.cells] == [2, 3]
+
+
+def test_split_and_any_stay_on_one_node_where_they_can() -> None:
+    policies: tuple[Policy, ...] = ("split", "any")
+    for policy in policies:
+        claim = place(replace(FOUR, gpus=2, cores=4, policy=policy), [host(gpus=4)])
+        assert isinstance(claim, Claim)
+        assert [cell.node for cell in claim.cells] == [0]
+
+
+def test_any_takes_gpus_far_from_their_cores() -> None:
+    view = replace(host(gpus=4), used_cpus=frozenset({0, 1, 2, 3}))
+    assert isinstance(place(replace(FOUR, cores=4), [view]), Refusal)
+    claim = place(replace(FOUR, cores=4, policy="any"), [view])
+    assert isinstance(claim, Claim)
+    assert [cell.node for cell in claim.cells] == [1]
+    assert len(claim.gpus) == 4
+
+
+def test_refusals_of_several_nodes_show_what_each_has() -> None:
+    short = place(replace(FOUR, memory_mib=40000), [host(gpus=4)])
+    assert isinstance(short, Refusal)
+    assert short.constraint == "memory"
+    assert short.sentence() == (
+        "40000 MiB asked for beside 4 × GPU, each GPU with its share on its own node; free GPUs "
+        "and MiB on host h1: node 0 2 and 15360, node 1 2 and 15360."
+    )
+    far = place(replace(FOUR, cores=9, policy="any"), [host(gpus=4)])
+    assert isinstance(far, Refusal)
+    assert far.sentence() == (
+        "9 cores asked for; host h1 has 8 free on nodes that also have memory: node 0 4, node 1 4."
+    )
+    few = place(replace(FOUR, gpus=5), [host(gpus=4)])
+    assert isinstance(few, Refusal)
+    assert few.sentence() == "5 × GPU asked for; host h1 has 4, of which 4 free."
+
+
+@pytest.mark.parametrize("policy", ["strict", "split", "any"])
+def test_a_gpu_of_unknown_node_is_never_placed(policy: Policy) -> None:
+    view = host(gpus=1)
+    lost = replace(view.inventory.gpus[0], node=-1)
+    minus_one = Node(-1, ((90,), (91,)), 16384)
+    nodes = (*view.inventory.nodes, minus_one)
+    view = replace(view, inventory=replace(view.inventory, gpus=(lost,), nodes=nodes))
+    assert isinstance(place(replace(ONE, policy=policy), [view]), Refusal)
+
+
+def test_a_node_of_memory_only_carries_no_cell() -> None:
+    view = host(gpus=4)
+    first, second = view.inventory.nodes
+    bare = replace(second, cores=(), id=5)
+    gpus = tuple(replace(gpu, node=gpu.node * 5) for gpu in view.inventory.gpus)
+    view = replace(view, inventory=replace(view.inventory, nodes=(bare, first), gpus=gpus))
+    assert isinstance(place(replace(FOUR, cores=4), [view]), Refusal)
+    claim = place(replace(FOUR, cores=4, policy="any"), [view])
+    assert isinstance(claim, Claim)
+    assert [cell.node for cell in claim.cells] == [0]
+
+
+def test_impossible_splits_are_refused_at_once() -> None:
+    """Eight nodes, four cells: the search must not list what cannot be."""
+    rooms = [Room(node, 1, 16, 1 << 18) for node in range(8)]
+    assert split(Need(4, 64, 1 << 22), rooms) is None
+    started = time.process_time()
+    for _ in range(20):
+        split(Need(4, 64, 1 << 22), rooms)
+    assert (time.process_time() - started) / 20 < 0.005
