@@ -16,12 +16,18 @@ from gpuspawner.pool.topology import Cell, Claim, Gpu, HostView, Request
 @dataclass(frozen=True, slots=True)
 class Shortfall:
     """One constraint that failed on one host. ``waiting_helps`` says that GPUs which are being
-    wiped would satisfy it."""
+    wiped would satisfy it; ``hopeless``, that the host never has what is asked for."""
 
     host: str
-    constraint: str  # reachable, drained, image, home, gpu, cores, memory
+    constraint: str  # reachable, drained, address, image, home, gpu, cores, memory
     text: str
     waiting_helps: bool = False
+    hopeless: bool = False
+
+    @property
+    def nearness(self) -> int:
+        """How near the host came to taking the request."""
+        return -1 if self.hopeless else _NEARNESS.get(self.constraint, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,21 +43,22 @@ class Refusal:
 
     @property
     def constraint(self) -> str:
-        """The constraint of the host that came nearest to taking the request."""
+        """The constraint of the host that came nearest to taking the request; of equals, the
+        first."""
         if not self.shortfalls:
             return "hosts"
-        return max(self.shortfalls, key=lambda s: _NEARNESS.get(s.constraint, 0)).constraint
+        return max(self.shortfalls, key=lambda s: s.nearness).constraint
 
     def sentence(self) -> str:
         """The reason in one sentence, the nearest fit first."""
         if not self.shortfalls:
             return "There is no GPU host in the pool."
-        ranked = sorted(self.shortfalls, key=lambda s: (-_NEARNESS.get(s.constraint, 0), s.host))
-        return ranked[0].text
+        return max(self.shortfalls, key=lambda s: s.nearness).text
 
 
 _NEARNESS = {
-    "reachable": 0, "drained": 1, "image": 2, "home": 3, "gpu": 4, "cores": 5, "memory": 6,
+    "reachable": 0, "drained": 1, "address": 2, "image": 2, "home": 3, "gpu": 4, "cores": 5,
+    "memory": 6,
 }  # fmt: skip
 
 
@@ -71,7 +78,10 @@ def place(request: Request, hosts: Sequence[HostView]) -> Claim | Refusal:
         rank = (*leftover, claim.host, claim.cells[0].node)
         if best is None or rank < best[0]:
             best = (rank, claim)
-    return best[1] if best else Refusal(tuple(shortfalls))
+    if best is not None:
+        return best[1]
+    # The host of the home comes first: no other could have taken the request.
+    return Refusal(tuple(sorted(shortfalls, key=lambda s: (s.host != request.home_host, s.host))))
 
 
 def _on_host(request: Request, view: HostView) -> tuple[tuple[int, int], Claim] | Shortfall:
@@ -80,12 +90,28 @@ def _on_host(request: Request, view: HostView) -> tuple[tuple[int, int], Claim] 
     def short(constraint: str, text: str, waiting: bool = False) -> Shortfall:
         return Shortfall(name, constraint, text, waiting)
 
-    if not view.reachable:
-        return short("reachable", f"Host {name} does not answer.")
-    if view.drained:
-        return short("drained", f"Host {name} is being drained for maintenance.")
+    if request.gpus and request.home_host != name and not _could_ever(request, view):
+        what = request.gpu_model or "GPU"
+        return Shortfall(name, "gpu", f"Host {name} has no {what} to give out.", hopeless=True)
+    # A home binds its server: what is wrong with its host is what the user needs to know.
     if request.home_host is not None and request.home_host != name:
         return short("home", f"Your home is on host {request.home_host}, and {name} is not it.")
+    if not view.reachable and request.home_host is not None:
+        return short(
+            "home",
+            f"Your home is on host {name}, which does not answer. Try again later; an admin sees "
+            "why it does not.",
+        )
+    if not view.reachable:
+        return short("reachable", f"Host {name} does not answer.")
+    if view.drained and request.home_host is not None:
+        return short(
+            "home",
+            f"Your home is on host {name}, which is being drained for maintenance. Try again when "
+            "that is over.",
+        )
+    if view.drained:
+        return short("drained", f"Host {name} is being drained for maintenance.")
     fits: list[tuple[tuple[int, int], Claim]] = []
     worst: Shortfall | None = None
     for node in view.inventory.nodes:
@@ -101,6 +127,15 @@ def _on_host(request: Request, view: HostView) -> tuple[tuple[int, int], Claim] 
     if worst is None:
         return short("gpu", f"Host {name} has no NUMA node.")
     return worst
+
+
+def _could_ever(request: Request, view: HostView) -> bool:
+    """The host has a GPU such as is asked for, whatever its state."""
+    return any(
+        found
+        for node in view.inventory.nodes
+        for found in _matching(request, view.inventory.gpus, node.id)
+    )
 
 
 def _nearer(a: Shortfall, b: Shortfall) -> Shortfall:
