@@ -15,7 +15,7 @@ from gpuspawner.ledger import leases as lease_ledger
 from gpuspawner.ledger import limits as limit_ledger
 from gpuspawner.ledger.database import Transaction
 from gpuspawner.ledger.records import LeaseRecord
-from gpuspawner.pool.placement import Refusal, place
+from gpuspawner.pool.placement import Refusal, Shortfall, place
 from gpuspawner.pool.quota import Excess, excess
 from gpuspawner.pool.states import COMING, HELD, EndReason, GpuState, LeaseState
 from gpuspawner.pool.topology import Claim, HostView, Request
@@ -103,10 +103,10 @@ def acquire(
     )
     if over is not None:
         return _refused(tx, lease, limit_error(over), now_ms)
-    if lease_ledger.stopping_of_key(tx, key):
-        lease_ledger.add_event(
-            tx, lease, now_ms, "progress", 1, "Waiting for your previous server to stop."
-        )
+    stopping = lease_ledger.stopping_of_key(tx, key)
+    if stopping is not None:
+        text = f"Waiting for your previous server to stop.{_silent(tx, stopping)}"
+        lease_ledger.add_event(tx, lease, now_ms, "progress", 1, text)
         return Acquired(lease, True)
     refusal = place_queue(tx, views, now_ms).get(lease.id)
     if refusal is not None:
@@ -114,6 +114,14 @@ def acquire(
             return _refused(tx, lease, capacity_error(tx, lease, refusal), now_ms)
         lease_ledger.add_event(tx, lease, now_ms, "progress", 1, waiting_text(tx, lease, refusal))
     return Acquired(lease_ledger.need(tx, lease.id), True)
+
+
+def _silent(tx: Transaction, lease: LeaseRecord) -> str:
+    """A sentence more when the lease's host does not answer."""
+    host = None if lease.host is None else host_ledger.get(tx, lease.host)
+    if host is None or host.state == "ready":
+        return ""
+    return f" Host {host.name}, where it runs, does not answer."
 
 
 def _refused(tx: Transaction, lease: LeaseRecord, error: ApiError, now_ms: int) -> Acquired:
@@ -139,10 +147,13 @@ def place_queue(tx: Transaction, views: host_ledger.Views, now_ms: int) -> dict[
         if lease_ledger.stopping_of_key(tx, lease.key):
             continue
         request = _request(tx, lease)
+        known, full = _with_addresses(tx, views.load(tx))
         if request.gpus and any(_compete(request.gpu_model, model) for model in blocked_models):
-            found: Claim | Refusal = _behind(request, views.load(tx))
+            found: Claim | Refusal = _behind(request, known)
         else:
-            found = place(request, views.load(tx))
+            found = place(request, known)
+        if isinstance(found, Refusal) and full:
+            found = Refusal(found.shortfalls + full)
         if isinstance(found, Refusal):
             waiting[lease.id] = found
             if request.gpus and found.can_wait:
@@ -150,6 +161,26 @@ def place_queue(tx: Transaction, views: host_ledger.Views, now_ms: int) -> dict[
             continue
         _take(tx, lease, found, now_ms)
     return waiting
+
+
+def _with_addresses(
+    tx: Transaction, views: list[HostView]
+) -> tuple[list[HostView], tuple[Shortfall, ...]]:
+    """The hosts whose guest range has an address left, and why not the others: one that is full
+    must hold up nobody who fits elsewhere."""
+    room: list[HostView] = []
+    full: list[Shortfall] = []
+    for view in views:
+        name = view.inventory.host
+        host = host_ledger.get(tx, name)
+        assert host is not None
+        cidr = host.settings["cidr"]
+        if free_address(cidr, lease_ledger.addresses_in_use(tx, name)) is None:
+            text = f"All guest addresses of host {name} ({cidr}) are in use."
+            full.append(Shortfall(name, "address", text))
+        else:
+            room.append(view)
+    return room, tuple(full)
 
 
 def _behind(request: Request, views: list[HostView]) -> Refusal:
@@ -193,6 +224,7 @@ def _take(tx: Transaction, lease: LeaseRecord, claim: Claim, now_ms: int) -> Non
     host = host_ledger.get(tx, claim.host)
     assert host is not None
     address = free_address(host.settings["cidr"], lease_ledger.addresses_in_use(tx, claim.host))
+    assert address is not None  # hosts without one were left out
     mac = mac_of(address)
     if home_ledger.of_key(tx, lease.key) is None:
         home_id = str(uuid.uuid4())
@@ -204,18 +236,16 @@ def _take(tx: Transaction, lease: LeaseRecord, claim: Claim, now_ms: int) -> Non
     lease_ledger.claim(tx, lease, claim, address, mac, now_ms, f"You have {what}.")
 
 
-def free_address(cidr: str, used: frozenset[str]) -> str:
-    """The first guest address of a range that no lease holds; the first host address of the
-    range is the gateway."""
+def free_address(cidr: str, used: frozenset[str]) -> str | None:
+    """The first guest address of a range that no lease holds, if there is one; the first host
+    address of the range is the gateway."""
     network = ipaddress.ip_network(cidr, strict=False)
     hosts = iter(network.hosts())
-    next(hosts)
+    next(hosts, None)
     for candidate in hosts:
         if str(candidate) not in used:
             return str(candidate)
-    raise ApiError(
-        503, "capacity", f"All guest addresses of {cidr} are in use.", constraint="address"
-    )
+    return None
 
 
 def mac_of(address: str) -> str:
@@ -232,13 +262,18 @@ def serve_queue(tx: Transaction, views: host_ledger.Views, now_ms: int) -> dict[
         refusal = waiting.get(lease.id)
         if refusal is not None and not refusal.can_wait:
             text = capacity_error(tx, lease, refusal).body.message
-        elif lease.wait_until_ms is not None and lease.wait_until_ms <= now_ms:
+        elif lease.wait_until_ms is None or lease.wait_until_ms > now_ms:
+            continue
+        elif (stopping := lease_ledger.stopping_of_key(tx, lease.key)) is not None:
+            text = (
+                f"Your previous server did not stop within the waiting time."
+                f"{_silent(tx, stopping)} Try again later; an admin sees why it does not stop."
+            )
+        else:
             text = (
                 "No GPU became free within the waiting time. Try again later, or choose another "
                 "profile."
             )
-        else:
-            continue
         waiting.pop(lease.id, None)
         lease_ledger.stop(tx, lease.id, EndReason.WAIT_TIMEOUT, text, now_ms)
     return waiting
@@ -279,6 +314,8 @@ def capacity_error(tx: Transaction, lease: LeaseRecord, refusal: Refusal) -> Api
             f"No {model or 'GPU'} can be had: {len(matching)} in the pool, {in_use} in use, "
             f"{out} out of service. {refusal.sentence()}"
         )
+    elif refusal.constraint in ("reachable", "drained"):
+        text = f"{refusal.sentence()} Try again later, or choose another profile."
     else:
         text = refusal.sentence()
     return ApiError(

@@ -14,11 +14,12 @@ from gpuspawner.allocator.clock import now_ms
 from gpuspawner.allocator.context import Context
 from gpuspawner.allocator.diagnosis import abort_leftovers
 from gpuspawner.allocator.reclaim import Reclaimer
-from gpuspawner.host.api import GpuHost, HostError
+from gpuspawner.host.api import GpuHost, HostError, HostTimeout, HostUnreachable
 from gpuspawner.ledger import diagnoses as diagnosis_ledger
+from gpuspawner.ledger import homes as home_ledger
 from gpuspawner.ledger import hosts as host_ledger
 from gpuspawner.ledger import leases as lease_ledger
-from gpuspawner.ledger.database import Deposed, Transaction
+from gpuspawner.ledger.database import Deposed, LedgerUnwritable, Transaction
 from gpuspawner.ledger.records import HostRecord, LeaseRecord
 from gpuspawner.pool.states import OPEN_LEASES, EndReason, LeaseState
 from gpuspawner.pool.topology import Inventory
@@ -29,6 +30,7 @@ Factory = Callable[[str, dict[str, Any]], GpuHost]
 
 _SURVEY_S = 60.0
 _BACKOFF_S = (1.0, 2.0, 5.0, 10.0, 30.0)
+_DAY_MS = 24 * 3600 * 1000
 
 
 class HostKeeper:
@@ -38,22 +40,32 @@ class HostKeeper:
         self.ctx = context
         self._factory = factory
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._changing = asyncio.Lock()
         self.copying: dict[tuple[str, str], int] = {}  # (host, digest) -> percent
 
     async def open(self) -> None:
         """Take up every host of the ledger. They answer when they answer."""
         for host in await self.ctx.ledger.read(host_ledger.every):
             await self.ctx.ledger.write(host_ledger.set_state, host.name, "new")
-            self._keep(host)
+            try:
+                driver = self._make(host.name, host.settings, host)
+            except Exception as error:  # one host's settings must not keep the others out
+                log.exception("host_unusable host=%s", host.name)
+                text = f"Its settings cannot be used: {error} Add it again with right ones."
+                await self._set(host.name, "unreachable", text)
+                continue
+            self._keep(host.name, driver)
 
     async def add(self, name: str, settings: dict[str, Any]) -> bool:
-        """Add a host or give it new settings; true if it is new."""
-        new = await self.ctx.ledger.write(host_ledger.add, name, settings)
-        await self._drop_task(name)
-        host = await self.ctx.ledger.read(host_ledger.get, name)
-        assert host is not None
-        self._keep(host)
-        return new
+        """Add a host or give it new settings; true if it is new. Settings that make no driver
+        raise ``HostError`` or ``ValueError`` and change nothing."""
+        async with self._changing:
+            known = await self.ctx.ledger.read(host_ledger.get, name)
+            driver = self._make(name, settings, known)
+            new = await self.ctx.ledger.write(host_ledger.add, name, settings)
+            await self._drop_task(name)
+            self._keep(name, driver)
+            return new
 
     def look_again(self, name: str) -> None:
         """Survey a host now."""
@@ -64,13 +76,15 @@ class HostKeeper:
         for name in list(self._tasks):
             await self._drop_task(name)
 
-    def _keep(self, host: HostRecord) -> None:
-        known = {"known_accel": (host.boot_id, host.accel)} if host.boot_id and host.accel else {}
-        driver = self._factory(host.name, {**host.settings, **known})
-        self.ctx.drivers[host.name] = driver
-        self._tasks[host.name] = asyncio.create_task(
-            self._run(host.name, driver), name=f"host {host.name}"
-        )
+    def _make(self, name: str, settings: dict[str, Any], known: HostRecord | None) -> GpuHost:
+        extra: dict[str, Any] = {}
+        if known is not None and known.boot_id and known.accel:
+            extra = {"known_accel": (known.boot_id, known.accel)}
+        return self._factory(name, {**settings, **extra})
+
+    def _keep(self, name: str, driver: GpuHost) -> None:
+        self.ctx.drivers[name] = driver
+        self._tasks[name] = asyncio.create_task(self._run(name, driver), name=f"host {name}")
 
     async def _drop_task(self, name: str) -> None:
         task = self._tasks.pop(name, None)
@@ -103,23 +117,34 @@ class HostKeeper:
                         await self._supply(name, driver)
                         if reclaim is None or reclaim.done():
                             reclaim = asyncio.create_task(Reclaimer(self.ctx, name).run())
+                        await self._empty_trash(name, driver)
                         failures = 0
-                        await bell.wait(_SURVEY_S)
-                    except HostError as error:
-                        await self._set(name, "unreachable", str(error))
-                        log.warning("host_unreachable host=%s error=%s", name, error)
-                        delay = _BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)]
+                        pause_s = _SURVEY_S
+                    except (asyncio.CancelledError, Deposed):
+                        raise
+                    except Exception as error:
+                        # A host is never dropped: whatever went wrong, look again.
+                        pause_s = _BACKOFF_S[min(failures, len(_BACKOFF_S) - 1)]
                         failures += 1
-                        await bell.wait(delay)
-        except (asyncio.CancelledError, Deposed):
-            raise
-        except Exception:
-            log.exception("host_task_crashed host=%s", name)
-            await self._set(name, "unreachable", "The allocator failed on this host; see its log.")
+                        await self._in_trouble(name, error)
+                    await bell.wait(pause_s)
         finally:
             if reclaim is not None:
                 reclaim.cancel()
                 await asyncio.gather(reclaim, return_exceptions=True)
+
+    async def _in_trouble(self, name: str, error: Exception) -> None:
+        """Nothing new goes to a host that does not do its part, or that we fail on."""
+        if isinstance(error, HostError):
+            text = str(error)
+            log.warning("host_unreachable host=%s error=%s", name, error)
+        else:
+            text = "The allocator failed on this host; see its log."
+            log.error("host_round_failed host=%s", name, exc_info=error)
+        try:
+            await self._set(name, "unreachable", text)
+        except LedgerUnwritable as unwritable:
+            log.error("host_state_unwritten host=%s error=%s", name, unwritable)
 
     def _guest_changed(self, name: str, uuid: str) -> None:
         self.ctx.signals.ring(f"guest:{uuid}", f"gpus:{name}")
@@ -224,3 +249,20 @@ class HostKeeper:
 
         if await self.ctx.ledger.write(write):
             self.ctx.signals.ring("queue", f"gpus:{name}")
+
+    async def _empty_trash(self, name: str, driver: GpuHost) -> None:
+        """Delete homes that were in the trash long enough. Here, in the host's own task: a host
+        that is slow with it is slow for itself."""
+        limit = now_ms() - int(self.ctx.limits.trash_days * _DAY_MS)
+        for home in await self.ctx.ledger.read(home_ledger.trashed_before, limit):
+            if home.host != name:
+                continue
+            try:
+                await driver.drop_home(home.volume)
+            except (HostTimeout, HostUnreachable):
+                raise
+            except HostError as error:
+                log.warning("trash_kept volume=%s error=%s", home.volume, error)
+                continue
+            await self.ctx.ledger.write(home_ledger.forget, home.id)
+            log.info("home_deleted volume=%s", home.volume)
