@@ -6,7 +6,7 @@ import asyncio
 import logging
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
 from gpuspawner import schema
 from gpuspawner.allocator import acquire as deciding
@@ -16,7 +16,7 @@ from gpuspawner.allocator.clock import now_ms
 from gpuspawner.allocator.context import Context
 from gpuspawner.allocator.errors import ApiError, not_found
 from gpuspawner.allocator.lease_runner import LeaseRunners
-from gpuspawner.allocator.routes import Answer, Call, Route, reply_list
+from gpuspawner.allocator.routes import Answer, Call, Route, number, reply_list
 from gpuspawner.ledger import homes as home_ledger
 from gpuspawner.ledger import hosts as host_ledger
 from gpuspawner.ledger import leases as lease_ledger
@@ -38,8 +38,8 @@ class MaybeLease(BaseModel):
 class ForgetHome(schema.Strict):
     """``POST /homes/forget``: the server is deleted for ever, its home goes to the trash."""
 
-    username: str = Field(min_length=1, max_length=255)
-    server_name: str = Field(default="", max_length=255)
+    username: schema.UserName
+    server_name: schema.ServerName = ""
 
 
 class LeaseApi:
@@ -100,7 +100,7 @@ class LeaseApi:
         username = call.query.get("username")
         if not call.principal.may_view:
             username = call.principal.name
-        limit = _number(call.query.get("limit", "200"), 1, 1000)
+        limit = number("limit", call.query.get("limit", "200"), 1, 1000)
         if username is not None and "server_name" in call.query:
             hub_id = call.principal.hub_id or "hub"
             key = (hub_id, username, call.query["server_name"])
@@ -246,10 +246,3 @@ class LeaseApi:
     def _stirred(self, lease: LeaseRecord) -> None:
         self.ctx.signals.ring(f"lease:{lease.id}", f"events:{lease.id}")
         self.runners.start(lease.id)
-
-
-def _number(text: str, low: int, high: int) -> int:
-    try:
-        return min(high, max(low, int(text)))
-    except ValueError:
-        raise ApiError(400, "bad-number", f"{text[:40]!r} is not a whole number.") from None
