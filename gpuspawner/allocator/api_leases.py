@@ -55,7 +55,7 @@ class LeaseApi:
         lease = schema.Lease
         return [
             Route("POST", "leases", "spawner", self.acquire, "Ask for a lease",
-                  schema.AcquireLease, lease, (200, 201)),
+                  schema.AcquireLease, lease, (200, 201), conflicts=True),
             Route("GET", "leases", "anyone", self.list, "Leases, newest first", None, leases,
                   query={"username": "of this user", "server_name": "of this server",
                          "all": "1: ended ones too", "limit": "at most so many"}),
@@ -65,11 +65,12 @@ class LeaseApi:
             Route("DELETE", "leases/{id}", "spawner", self.delete, "End a lease", None, lease,
                   (200, 202), query={"wait": "1: answer when its VM is gone"}),
             Route("PUT", "leases/{id}/payload", "spawner", self.payload,
-                  "Send the boot payload again", schema.BootPayload, None, (204,)),
+                  "Send the boot payload again", schema.BootPayload, None, (204,), conflicts=True),
             Route("POST", "leases/{id}/end", "manage", self.end, "An admin ends a lease",
                   schema.EndLease, lease, (202,)),
             Route("POST", "homes/forget", "spawner", self.forget_home,
-                  "Put a server's home into the trash", ForgetHome, None, (204,)),
+                  "Put a server's home into the trash", ForgetHome, None, (204,),
+                  conflicts=True),
         ]  # fmt: skip
 
     # ------------------------------------------------------------------ reading

@@ -59,6 +59,23 @@ class Route:
     statuses: tuple[int, ...] = (200,)
     query: Mapping[str, str] = field(default_factory=dict)
     stream: bool = False
+    conflicts: bool = False  # may answer 409
+
+    @property
+    def refusals(self) -> tuple[int, ...]:
+        """The statuses of its refusals."""
+        known = {400, 503}
+        if self.access != "public":
+            known.add(401)
+        if self.access in ("view", "manage", "spawner"):
+            known.add(403)
+        if "{" in self.path:
+            known.add(404)
+        if self.body is not None:
+            known |= {413, 415}
+        if self.conflicts:
+            known.add(409)
+        return tuple(sorted(known))
 
     @property
     def pattern(self) -> re.Pattern[str]:

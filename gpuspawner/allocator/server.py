@@ -154,7 +154,8 @@ class Endpoint(Base):
                 continue
             path_words = {name: unquote(word) for name, word in match.groupdict().items()}
             if any(_CONTROL.search(word) for word in path_words.values()):
-                break  # nothing has such a name
+                self.refuse(not_found("thing with a control character in its name"))
+                return
             await self.guarded(self._run(route, path_words))
             return
         if allowed:
@@ -251,6 +252,19 @@ class Events(Base):
         """The listener has left."""
         self._gone = True
 
+    @staticmethod
+    def row() -> Route:
+        """How it is described; it is served here, because it sends while it lives."""
+
+        async def served(_call: Call) -> Answer:
+            raise not_found("such address in this API")
+
+        return Route(
+            "GET", "leases/{id}/events", "anyone", served,
+            "The lease's story as server-sent events; Last-Event-ID goes on after an event",
+            stream=True,
+        )  # fmt: skip
+
     async def get(self, lease_id: str) -> None:
         """Send what there is, then what comes, until the lease has ended."""
         with contextlib.suppress(StreamClosedError):  # the listener has left
@@ -344,7 +358,7 @@ def application(
     """The tornado application under a prefix that ends in a slash."""
     common = {"gatekeeper": gatekeeper}
     api = prefix + "api/v1/"
-    document = describe(routes, api)
+    document = describe([*routes, Events.row()], api)
     return web.Application(
         [
             (api + r"openapi\.json", Document, {**common, "document": document}),
