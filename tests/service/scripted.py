@@ -328,6 +328,8 @@ WORLDS: dict[str, World] = {}
 
 def scripted_host(name: str, settings: dict[str, Any], _driver: Any) -> ScriptedHost:
     """``Allocator.driver`` of these tests."""
+    if name not in WORLDS:
+        raise HostError(f"There is no machine behind {name}.", "Add one that there is.")
     return ScriptedHost(WORLDS[name])
 
 

@@ -190,7 +190,7 @@ async def test_the_home_is_on_the_host_that_hangs(site: Site) -> None:
 
 async def test_a_previous_server_that_cannot_stop_is_named(tmp_path: Path) -> None:
     """A new start waits for the old VM's end; if its host hangs, the user reads that."""
-    site = Site(tmp_path, wait_s=2.0)
+    site = Site(tmp_path, wait_s=1.0)
     world = site.world()
     async with site.running() as client:
         await site.add_host(client, 0)
