@@ -6,10 +6,11 @@ reads. Memory is in MiB, durations are in seconds, times are UTC in ISO 8601.
 
 from __future__ import annotations
 
+import ipaddress
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator
 
 LeaseId = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")]
 StartId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{8,64}$")]
@@ -17,7 +18,13 @@ HostName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$"
 PciAddress = Annotated[
     str, StringConstraints(pattern=r"^[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]$")
 ]
-GroupName = Annotated[str, StringConstraints(min_length=1, max_length=255)]
+# Names and sentences that people write: anything but control characters. PostgreSQL stores no NUL,
+# and a line break in a name would forge a line of the log.
+_PLAIN = r"^[^\x00-\x1f\x7f]*$"
+GroupName = Annotated[str, StringConstraints(min_length=1, max_length=255, pattern=_PLAIN)]
+UserName = Annotated[str, StringConstraints(min_length=1, max_length=255, pattern=_PLAIN)]
+ServerName = Annotated[str, StringConstraints(max_length=255, pattern=_PLAIN)]
+Why = Annotated[str, StringConstraints(max_length=500, pattern=_PLAIN)]
 ImageName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
 
 
@@ -38,7 +45,10 @@ class LeaseRequest(Strict):
 
     gpus: int = Field(ge=0, le=16, description="How many whole GPUs")
     gpu_model: str | None = Field(
-        default=None, max_length=120, description="Model as the pool names it; any if absent"
+        default=None,
+        max_length=120,
+        pattern=_PLAIN,
+        description="Model as the pool names it; any if absent",
     )
     cores: int = Field(ge=1, le=1024, description="Whole physical cores, SMT siblings included")
     memory_mib: int = Field(ge=256, le=16 * 1024 * 1024, description="Memory of the VM, in MiB")
@@ -60,13 +70,29 @@ class BootPayload(Strict):
     uid: int = Field(default=1000, ge=1000, le=65533)
     sudo: bool = True
 
+    @field_validator("argv", "env", "files")
+    @classmethod
+    def _can_be_passed_on(cls, value: Any) -> Any:
+        """Words and variables go through ``execve``, which ends them at a NUL."""
+        words = [*value, *value.values()] if isinstance(value, dict) else value
+        if any("\0" in word for word in words):
+            raise ValueError("holds a NUL character, which no program can be given")
+        return value
+
+    @field_validator("env")
+    @classmethod
+    def _are_variables(cls, value: dict[str, str]) -> dict[str, str]:
+        if any(not name or "=" in name for name in value):
+            raise ValueError("a variable's name is empty or holds '='")
+        return value
+
 
 class AcquireLease(Strict):
     """``POST /leases``: a lease for one server. The same key (hub, user, server name) with the
     same ``start_id`` and the same body is the same lease."""
 
-    username: str = Field(min_length=1, max_length=255)
-    server_name: str = Field(default="", max_length=255)
+    username: UserName
+    server_name: ServerName = ""
     start_id: StartId
     groups: list[GroupName] = Field(
         default_factory=list, max_length=1000, description="The user's JupyterHub groups"
@@ -74,17 +100,17 @@ class AcquireLease(Strict):
     request: LeaseRequest
     payload: BootPayload
     ready_path: str = Field(
-        max_length=2048,
-        pattern=r"^/",
-        description="Path on the guest that answers 200 when JupyterLab does",
+        max_length=8192,
+        pattern=r"^/[!-~]*$",
+        description="Path, escaped as in a URL, on the guest that answers 200 when JupyterLab does",
     )
 
 
 class ReleaseLease(Strict):
     """``POST /leases/release``: end a lease by its key and start, also before it was acquired."""
 
-    username: str = Field(min_length=1, max_length=255)
-    server_name: str = Field(default="", max_length=255)
+    username: UserName
+    server_name: ServerName = ""
     start_id: StartId
 
 
@@ -247,6 +273,24 @@ class AddHost(Strict):
     accel: Literal["auto", "kvm", "tcg"] = "auto"
     emulated: str | None = Field(default=None, max_length=65536)
 
+    @field_validator("cidr")
+    @classmethod
+    def _is_a_range(cls, value: str) -> str:
+        try:
+            network = ipaddress.IPv4Network(value, strict=False)
+        except ValueError:
+            network = None
+        if network is None or not 8 <= network.prefixlen <= 30:
+            raise ValueError("is no IPv4 range for guests; write one such as 10.201.0.0/24")
+        return value
+
+    @field_validator("uri", "shell")
+    @classmethod
+    def _can_be_passed_on(cls, value: Any) -> Any:
+        if any("\0" in word for word in ([value] if isinstance(value, str) else value)):
+            raise ValueError("holds a NUL character")
+        return value
+
 
 class ChangeHost(Strict):
     """``PATCH /hosts/NAME``."""
@@ -258,7 +302,7 @@ class GpuAction(Strict):
     """``POST /gpus/HOST/ADDRESS/action``: what an admin does with a GPU, and why."""
 
     action: Literal["enroll", "retest", "retire", "hold", "unhold"]
-    reason: str = Field(default="", max_length=500)
+    reason: Why = ""
 
 
 class Limit(Reply):
@@ -274,7 +318,7 @@ class SetLimit(Strict):
     """``PUT /limits/KIND/NAME``. ``gpus`` of null takes the limit away."""
 
     gpus: int | None = Field(ge=0, le=100_000)
-    why: str = Field(min_length=1, max_length=500, description="For the audit")
+    why: Why = Field(min_length=1, description="For the audit")
 
 
 class AuditEntry(Reply):
@@ -292,7 +336,7 @@ class AuditEntry(Reply):
 class EndLease(Strict):
     """``POST /leases/ID/end``: an admin ends a lease."""
 
-    reason: str = Field(default="", max_length=500)
+    reason: Why = ""
 
 
 class ImageInfo(Reply):

@@ -15,7 +15,7 @@ from gpuspawner.ledger import leases as lease_ledger
 from gpuspawner.ledger import limits as limit_ledger
 from gpuspawner.ledger.database import Transaction
 from gpuspawner.ledger.records import LeaseRecord
-from gpuspawner.pool.placement import Refusal, Shortfall, place
+from gpuspawner.pool.placement import Refusal, place
 from gpuspawner.pool.quota import Excess, excess
 from gpuspawner.pool.states import COMING, HELD, EndReason, GpuState, LeaseState
 from gpuspawner.pool.topology import Claim, HostView, Request
@@ -103,10 +103,10 @@ def acquire(
     )
     if over is not None:
         return _refused(tx, lease, limit_error(over), now_ms)
-    if lease_ledger.stopping_of_key(tx, key):
-        lease_ledger.add_event(
-            tx, lease, now_ms, "progress", 1, "Waiting for your previous server to stop."
-        )
+    stopping = lease_ledger.stopping_of_key(tx, key)
+    if stopping is not None:
+        text = f"Waiting for your previous server to stop.{_silent(tx, stopping)}"
+        lease_ledger.add_event(tx, lease, now_ms, "progress", 1, text)
         return Acquired(lease, True)
     refusal = place_queue(tx, views, now_ms).get(lease.id)
     if refusal is not None:
@@ -114,6 +114,14 @@ def acquire(
             return _refused(tx, lease, capacity_error(tx, lease, refusal), now_ms)
         lease_ledger.add_event(tx, lease, now_ms, "progress", 1, waiting_text(tx, lease, refusal))
     return Acquired(lease_ledger.need(tx, lease.id), True)
+
+
+def _silent(tx: Transaction, lease: LeaseRecord) -> str:
+    """A sentence more when the lease's host does not answer."""
+    host = None if lease.host is None else host_ledger.get(tx, lease.host)
+    if host is None or host.state == "ready":
+        return ""
+    return f" Host {host.name}, where it runs, does not answer."
 
 
 def _refused(tx: Transaction, lease: LeaseRecord, error: ApiError, now_ms: int) -> Acquired:
@@ -147,12 +155,12 @@ def place_queue(tx: Transaction, views: host_ledger.Views, now_ms: int) -> dict[
             if request.gpus and _compete(request.gpu_model, model)
         }
         found = place(request, [_behind(view, taken) for view in views.load(tx)])
-        refusal = found if isinstance(found, Refusal) else _try_to_take(tx, lease, found, now_ms)
-        if refusal is None:
+        if not isinstance(found, Refusal):
+            _take(tx, lease, found, now_ms)
             continue
-        waiting[lease.id] = refusal
-        if request.gpus and refusal.can_wait:
-            helping = frozenset(one.host for one in refusal.shortfalls if one.waiting_helps)
+        waiting[lease.id] = found
+        if request.gpus and found.can_wait:
+            helping = frozenset(one.host for one in found.shortfalls if one.waiting_helps)
             ahead.append((request.gpu_model, helping))
     return waiting
 
@@ -162,17 +170,6 @@ def _behind(view: HostView, taken: set[str]) -> HostView:
     if view.inventory.host not in taken:
         return view
     return replace(view, free_gpus=frozenset(), coming_gpus=view.coming_gpus | view.free_gpus)
-
-
-def _try_to_take(tx: Transaction, lease: LeaseRecord, claim: Claim, now_ms: int) -> Refusal | None:
-    """Give a lease its place; what stands in the way of this one must not stop the others."""
-    try:
-        with tx.begin_nested():
-            _take(tx, lease, claim, now_ms)
-    except ApiError as error:
-        shortfall = Shortfall(claim.host, error.body.constraint or "address", str(error))
-        return Refusal((shortfall,))
-    return None
 
 
 def _compete(mine: str | None, older: str | None) -> bool:
@@ -198,6 +195,7 @@ def _take(tx: Transaction, lease: LeaseRecord, claim: Claim, now_ms: int) -> Non
     host = host_ledger.get(tx, claim.host)
     assert host is not None
     address = free_address(host.settings["cidr"], lease_ledger.addresses_in_use(tx, claim.host))
+    assert address is not None  # hosts without one were left out
     mac = mac_of(address)
     home = home_ledger.of_key(tx, lease.key)
     if home is not None and home.host != claim.host:
@@ -214,18 +212,16 @@ def _take(tx: Transaction, lease: LeaseRecord, claim: Claim, now_ms: int) -> Non
     lease_ledger.claim(tx, lease, claim, address, mac, now_ms, f"You have {what}.")
 
 
-def free_address(cidr: str, used: frozenset[str]) -> str:
-    """The first guest address of a range that no lease holds; the first host address of the
-    range is the gateway."""
+def free_address(cidr: str, used: frozenset[str]) -> str | None:
+    """The first guest address of a range that no lease holds, if there is one; the first host
+    address of the range is the gateway."""
     network = ipaddress.ip_network(cidr, strict=False)
     hosts = iter(network.hosts())
-    next(hosts)
+    next(hosts, None)
     for candidate in hosts:
         if str(candidate) not in used:
             return str(candidate)
-    raise ApiError(
-        503, "capacity", f"All guest addresses of {cidr} are in use.", constraint="address"
-    )
+    return None
 
 
 def mac_of(address: str) -> str:
@@ -242,13 +238,18 @@ def serve_queue(tx: Transaction, views: host_ledger.Views, now_ms: int) -> dict[
         refusal = waiting.get(lease.id)
         if refusal is not None and not refusal.can_wait:
             text = capacity_error(tx, lease, refusal).body.message
-        elif lease.wait_until_ms is not None and lease.wait_until_ms <= now_ms:
+        elif lease.wait_until_ms is None or lease.wait_until_ms > now_ms:
+            continue
+        elif (stopping := lease_ledger.stopping_of_key(tx, lease.key)) is not None:
+            text = (
+                f"Your previous server did not stop within the waiting time."
+                f"{_silent(tx, stopping)} Try again later; an admin sees why it does not stop."
+            )
+        else:
             text = (
                 "No GPU became free within the waiting time. Try again later, or choose another "
                 "profile."
             )
-        else:
-            continue
         waiting.pop(lease.id, None)
         lease_ledger.stop(tx, lease.id, EndReason.WAIT_TIMEOUT, text, now_ms)
     return waiting
@@ -291,6 +292,8 @@ def capacity_error(tx: Transaction, lease: LeaseRecord, refusal: Refusal) -> Api
             f"No {model or 'GPU'} can be had: {len(matching)} in the pool, {in_use} in use, "
             f"{out} out of service. {refusal.sentence()}"
         )
+    elif refusal.constraint in ("reachable", "drained"):
+        text = f"{refusal.sentence()} Try again later, or choose another profile."
     else:
         text = refusal.sentence()
     return ApiError(

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
 from gpuspawner import schema
 from gpuspawner.allocator import acquire as deciding
@@ -16,7 +16,7 @@ from gpuspawner.allocator.clock import now_ms
 from gpuspawner.allocator.context import Context
 from gpuspawner.allocator.errors import ApiError, not_found
 from gpuspawner.allocator.lease_runner import LeaseRunners
-from gpuspawner.allocator.routes import Answer, Call, Route, reply_list
+from gpuspawner.allocator.routes import Answer, Call, Route, number, reply_list
 from gpuspawner.ledger import homes as home_ledger
 from gpuspawner.ledger import hosts as host_ledger
 from gpuspawner.ledger import leases as lease_ledger
@@ -38,8 +38,8 @@ class MaybeLease(BaseModel):
 class ForgetHome(schema.Strict):
     """``POST /homes/forget``: the server is deleted for ever, its home goes to the trash."""
 
-    username: str = Field(min_length=1, max_length=255)
-    server_name: str = Field(default="", max_length=255)
+    username: schema.UserName
+    server_name: schema.ServerName = ""
 
 
 class LeaseApi:
@@ -55,7 +55,7 @@ class LeaseApi:
         lease = schema.Lease
         return [
             Route("POST", "leases", "spawner", self.acquire, "Ask for a lease",
-                  schema.AcquireLease, lease, (200, 201)),
+                  schema.AcquireLease, lease, (200, 201), conflicts=True),
             Route("GET", "leases", "anyone", self.list, "Leases, newest first", None, leases,
                   query={"username": "of this user", "server_name": "of this server",
                          "all": "1: ended ones too", "limit": "at most so many"}),
@@ -65,11 +65,12 @@ class LeaseApi:
             Route("DELETE", "leases/{id}", "spawner", self.delete, "End a lease", None, lease,
                   (200, 202), query={"wait": "1: answer when its VM is gone"}),
             Route("PUT", "leases/{id}/payload", "spawner", self.payload,
-                  "Send the boot payload again", schema.BootPayload, None, (204,)),
+                  "Send the boot payload again", schema.BootPayload, None, (204,), conflicts=True),
             Route("POST", "leases/{id}/end", "manage", self.end, "An admin ends a lease",
                   schema.EndLease, lease, (202,)),
             Route("POST", "homes/forget", "spawner", self.forget_home,
-                  "Put a server's home into the trash", ForgetHome, None, (204,)),
+                  "Put a server's home into the trash", ForgetHome, None, (204,),
+                  conflicts=True),
         ]  # fmt: skip
 
     # ------------------------------------------------------------------ reading
@@ -100,7 +101,7 @@ class LeaseApi:
         username = call.query.get("username")
         if not call.principal.may_view:
             username = call.principal.name
-        limit = _number(call.query.get("limit", "200"), 1, 1000)
+        limit = number("limit", call.query.get("limit", "200"), 1, 1000)
         if username is not None and "server_name" in call.query:
             hub_id = call.principal.hub_id or "hub"
             key = (hub_id, username, call.query["server_name"])
@@ -249,10 +250,3 @@ class LeaseApi:
     def _stirred(self, lease: LeaseRecord) -> None:
         self.ctx.signals.ring(f"lease:{lease.id}", f"events:{lease.id}")
         self.runners.start(lease.id)
-
-
-def _number(text: str, low: int, high: int) -> int:
-    try:
-        return min(high, max(low, int(text)))
-    except ValueError:
-        raise ApiError(400, "bad-number", f"{text[:40]!r} is not a whole number.") from None

@@ -12,7 +12,7 @@ from gpuspawner.allocator.clock import moment, now_ms
 from gpuspawner.allocator.context import Context
 from gpuspawner.allocator.errors import ApiError, not_found
 from gpuspawner.allocator.hosts import HostKeeper
-from gpuspawner.allocator.routes import Answer, Call, Route, reply_list
+from gpuspawner.allocator.routes import Answer, Call, Route, number, reply_list
 from gpuspawner.host.api import HostError
 from gpuspawner.ledger import diagnoses as diagnosis_ledger
 from gpuspawner.ledger import gpus as gpu_ledger
@@ -59,7 +59,8 @@ class PoolApi:
             Route("GET", "gpus/counts", "anyone", self.counts, "What is free, by model", None,
                   schema.GpuCounts),
             Route("POST", "gpus/{host}/{address}/action", "manage", self.act,
-                  "Enrol, retest, hold or retire a GPU", schema.GpuAction, schema.Gpu),
+                  "Enrol, retest, hold or retire a GPU", schema.GpuAction, schema.Gpu,
+                  conflicts=True),
             Route("GET", "diagnoses", "view", self.diagnoses, "Diagnoses, newest first", None,
                   reply_list("diagnoses", schema.Diagnosis),
                   query={"host": "of this host", "gpu": "of this address", "limit": "at most"}),
@@ -216,12 +217,11 @@ class PoolApi:
 
     async def diagnoses(self, call: Call) -> Answer:
         """The newest diagnoses."""
-        limit = call.query.get("limit", "50")
         records = await self.ctx.ledger.read(
             diagnosis_ledger.recent,
             call.query.get("host"),
             call.query.get("gpu"),
-            min(500, int(limit)) if limit.isdigit() else 50,
+            number("limit", call.query.get("limit", "50"), 1, 500),
         )
         progress = self.ctx.diagnosis_progress
         return Answer(

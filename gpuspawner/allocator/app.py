@@ -199,7 +199,7 @@ class Allocator(Application):
         stack.push_async_callback(keeper.close)
         queue = QueueKeeper(context, runners)
         self._background(stack, queue.run(), "queue")
-        self._background(stack, queue.housekeeping(keeper), "housekeeping")
+        self._background(stack, queue.housekeeping(), "housekeeping")
 
         token = self._hub_token()
         gatekeeper = Gatekeeper(

@@ -56,7 +56,11 @@ class Gatekeeper:
             raise ApiError(
                 401, "unauthorized", "This token is not valid. Make a new one in JupyterHub."
             )
-        return Principal(str(user["name"]), None, frozenset(user.get("scopes") or ()))
+        name = str(user["name"])
+        if user.get("kind", "user") != "user":
+            # A service may be called like a user; it is not her, and has no leases.
+            name = f"{user['kind']} {name}"
+        return Principal(name, None, frozenset(user.get("scopes") or ()))
 
     async def _ask_hub(self, token: str) -> dict[str, Any] | None:
         if self._hub_auth is None:

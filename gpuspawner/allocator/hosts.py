@@ -17,6 +17,7 @@ from gpuspawner.allocator.reclaim import Reclaimer
 from gpuspawner.host.api import GpuHost, HostError, HostTimeout, HostUnreachable
 from gpuspawner.ledger import diagnoses as diagnosis_ledger
 from gpuspawner.ledger import gpus as gpu_ledger
+from gpuspawner.ledger import homes as home_ledger
 from gpuspawner.ledger import hosts as host_ledger
 from gpuspawner.ledger import leases as lease_ledger
 from gpuspawner.ledger.database import Deposed, Transaction
@@ -29,7 +30,8 @@ log = logging.getLogger(__name__)
 Factory = Callable[[str, dict[str, Any]], GpuHost]
 
 _SURVEY_S = 60.0
-_KEEP_MS = 7 * 24 * 3600 * 1000  # consoles of boots that failed
+_DAY_MS = 24 * 3600 * 1000
+_KEEP_MS = 7 * _DAY_MS  # consoles of boots that failed
 _UNREACHABLE_AFTER = 3  # failures in a row
 _BACKOFF_S = (1.0, 2.0, 5.0, 10.0, 30.0)
 
@@ -160,6 +162,7 @@ class HostKeeper:
         await self._set(name, "ready")
         keeping.have("reclaim", lambda: Reclaimer(self.ctx, name).run())
         keeping.have("supply", lambda: self._supply(name, driver))
+        await self._empty_trash(name, driver)
 
     def _guest_changed(self, name: str, uuid: str) -> None:
         self.ctx.signals.ring(f"guest:{uuid}", f"gpus:{name}")
@@ -320,6 +323,23 @@ class HostKeeper:
 
         if await self.ctx.ledger.write(write):
             self.ctx.signals.ring("queue", f"gpus:{name}")
+
+    async def _empty_trash(self, name: str, driver: GpuHost) -> None:
+        """Delete homes that were in the trash long enough. Here, in the host's own task: a host
+        that is slow with it is slow for itself."""
+        limit = now_ms() - int(self.ctx.limits.trash_days * _DAY_MS)
+        for home in await self.ctx.ledger.read(home_ledger.trashed_before, limit):
+            if home.host != name:
+                continue
+            try:
+                await driver.drop_home(home.volume)
+            except (HostTimeout, HostUnreachable):
+                raise
+            except HostError as error:
+                log.warning("trash_kept volume=%s error=%s", home.volume, error)
+                continue
+            await self.ctx.ledger.write(home_ledger.forget, home.id)
+            log.info("home_deleted volume=%s", home.volume)
 
 
 def _gpus_of(tx: Transaction, uuid: str) -> tuple[str, ...]:

@@ -15,8 +15,9 @@ from gpuspawner.allocator.context import Context
 from gpuspawner.allocator.lease_start import BootTimeout, GuestGone, LeaseStart, StopAsked
 from gpuspawner.host.api import HostError, HostTimeout, HostUnreachable
 from gpuspawner.ledger import homes as home_ledger
+from gpuspawner.ledger import hosts as host_ledger
 from gpuspawner.ledger import leases as lease_ledger
-from gpuspawner.ledger.database import Deposed, Transaction
+from gpuspawner.ledger.database import Deposed, LedgerUnwritable, Transaction
 from gpuspawner.ledger.records import LeaseRecord
 from gpuspawner.pool.states import EndReason, LeaseState
 
@@ -72,6 +73,8 @@ class LeaseRunners:
                 # A lease is never dropped: whatever went wrong, look again.
                 delay = _RETRY_S[min(failures, len(_RETRY_S) - 1)]
                 failures += 1
+                if isinstance(error, (HostTimeout, HostUnreachable)):
+                    await self._host_is_silent(lease_id)
                 level = logging.WARNING if isinstance(error, HostError) else logging.ERROR
                 log.log(
                     level,
@@ -83,6 +86,30 @@ class LeaseRunners:
                 )
                 with self.ctx.signals.listen(f"lease:{lease_id}") as bell:
                     await bell.wait(delay)
+
+    async def _host_is_silent(self, lease_id: str) -> None:
+        """Tell the lease's user, once, which host keeps her waiting, and have the host looked at
+        now: until its state is known others are sent there."""
+
+        def write(tx: Transaction) -> str | None:
+            lease = lease_ledger.need(tx, lease_id)
+            host = None if lease.host is None else host_ledger.get(tx, lease.host)
+            if host is None:
+                return None
+            text = f"Host {host.name} does not answer; waiting for it."
+            last = lease_ledger.last_event(tx, lease_id)
+            if last is not None and last.message != text:
+                lease_ledger.add_event(tx, lease, now_ms(), "progress", last.progress, text)
+            return host.name if host.state == "ready" else None
+
+        try:
+            suspect = await self.ctx.ledger.write(write)
+        except LedgerUnwritable as error:
+            log.error("lease_event_unwritten lease=%s error=%s", lease_id, error)
+            return
+        self.ctx.signals.ring(f"events:{lease_id}")
+        if suspect is not None:
+            self.ctx.signals.ring(f"host:{suspect}")
 
     async def _move(self, lease: LeaseRecord) -> None:
         if lease.host is not None and lease.host not in self.ctx.reconciled:
@@ -119,8 +146,9 @@ class LeaseRunners:
             await self._boot_failed(
                 lease, f"JupyterLab did not answer within {self.ctx.limits.boot_s:.0f} s."
             )
-        except (HostUnreachable, HostTimeout):
-            # It may come back in a moment; the boot time-out bounds how long we hope.
+        except (HostTimeout, HostUnreachable):
+            # It may come back in a moment, and every step may be done twice; the boot time-out
+            # bounds how long we hope.
             if now_ms() < lease.created_ms + int(self.ctx.limits.boot_s * 1000):
                 raise
             await self.end(

@@ -60,12 +60,20 @@ class LeaseStart:
         self.claim = lease.claim
         self.address = lease.address
         self.mac = lease.mac
-        self._http = AsyncHTTPClient()
+        # Its own: the process' shared client asks ten at a time, and ten machines that do not
+        # answer would keep everybody else's from being seen.
+        self._http = AsyncHTTPClient(force_instance=True)
         patience_s = context.limits.boot_s + context.limits.wait_s
         self._deadline_ms = lease.created_ms + int(patience_s * 1000)
 
     async def run(self) -> None:
         """All steps; returns when the server has answered and its seed is gone."""
+        try:
+            await self._run()
+        finally:
+            self._http.close()
+
+    async def _run(self) -> None:
         host, home = await self.ctx.ledger.read(self._facts)
         spec = self._spec(host, home)
         driver = self.ctx.driver(self.host_name)

@@ -12,6 +12,16 @@ from gpuspawner import __version__
 from gpuspawner.allocator.routes import ACCESS_TEXT, Route
 from gpuspawner.schema import Refusal
 
+_REFUSALS = {
+    400: "The request cannot be used as it is",
+    401: "No valid token",
+    403: "The caller may not do this, or a limit is reached",
+    404: "There is no such thing, or it is not the caller's",
+    409: "It cannot be done now",
+    413: "The body is too large",
+    415: "The body is not JSON",
+    503: "No place in the pool, or the allocator's database or the hub does not answer",
+}
 _REF = "#/components/schemas/{model}"
 
 
@@ -58,7 +68,7 @@ def _operation(route: Route) -> dict[str, Any]:
             for part, text in route.query.items()
         ],
         "responses": {str(status): _response(route, status) for status in route.statuses}
-        | {"default": _json("A refusal, with what to do next", Refusal)},
+        | {str(status): _json(_REFUSALS[status], Refusal) for status in route.refusals},
     }
     if route.body is not None:
         operation["requestBody"] = {"required": True, **_json("", route.body)}

@@ -8,10 +8,7 @@ import logging
 from gpuspawner.allocator import acquire as deciding
 from gpuspawner.allocator.clock import now_ms
 from gpuspawner.allocator.context import Context
-from gpuspawner.allocator.hosts import HostKeeper
 from gpuspawner.allocator.lease_runner import LeaseRunners
-from gpuspawner.host.api import HostError
-from gpuspawner.ledger import homes as home_ledger
 from gpuspawner.ledger import leases as lease_ledger
 from gpuspawner.ledger.database import Deposed, Transaction
 from gpuspawner.pool.states import LeaseState
@@ -67,27 +64,16 @@ class QueueKeeper:
                     told[lease.id] = text
         return told
 
-    async def housekeeping(self, keeper: HostKeeper) -> None:
-        """New images are noticed, old trash is emptied."""
+    async def housekeeping(self) -> None:
+        """New images are noticed, early releases that no acquire followed are forgotten. Nothing
+        here asks a host."""
         while True:
             try:
                 if self.ctx.images.refresh():
                     self.ctx.signals.ring("images")
-                await self._empty_trash()
                 await self.ctx.ledger.write(lease_ledger.forget_old, now_ms() - _DAY_MS)
             except (asyncio.CancelledError, Deposed):
                 raise
             except Exception:
                 log.exception("housekeeping_error")
             await asyncio.sleep(10)
-
-    async def _empty_trash(self) -> None:
-        limit = now_ms() - int(self.ctx.limits.trash_days * _DAY_MS)
-        for home in await self.ctx.ledger.read(home_ledger.trashed_before, limit):
-            try:
-                await self.ctx.driver(home.host).drop_home(home.volume)
-            except HostError as error:
-                log.warning("trash_kept volume=%s error=%s", home.volume, error)
-                continue
-            await self.ctx.ledger.write(home_ledger.forget, home.id)
-            log.info("home_deleted volume=%s", home.volume)

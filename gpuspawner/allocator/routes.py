@@ -14,6 +14,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, create_model
 
 from gpuspawner.allocator.auth import Principal
+from gpuspawner.allocator.errors import ApiError
 
 Access = Literal["public", "anyone", "view", "manage", "spawner"]
 
@@ -58,11 +59,37 @@ class Route:
     statuses: tuple[int, ...] = (200,)
     query: Mapping[str, str] = field(default_factory=dict)
     stream: bool = False
+    conflicts: bool = False  # may answer 409
+
+    @property
+    def refusals(self) -> tuple[int, ...]:
+        """The statuses of its refusals."""
+        known = {400, 503}
+        if self.access != "public":
+            known.add(401)
+        if self.access in ("view", "manage", "spawner"):
+            known.add(403)
+        if "{" in self.path:
+            known.add(404)
+        if self.body is not None:
+            known |= {413, 415}
+        if self.conflicts:
+            known.add(409)
+        return tuple(sorted(known))
 
     @property
     def pattern(self) -> re.Pattern[str]:
         """The path as a regular expression with named groups."""
         return re.compile("^" + re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]+)", self.path) + "$")
+
+
+def number(name: str, text: str, low: int, high: int) -> int:
+    """A number of the query, brought between its bounds; 400 when it is none."""
+    if not re.fullmatch(r"-?[0-9]{1,18}", text):
+        raise ApiError(
+            400, "bad-number", f"'{name}' takes a whole number from {low} to {high}. Send one."
+        )
+    return min(high, max(low, int(text)))
 
 
 def reply_list(name: str, of: type[BaseModel]) -> type[BaseModel]:

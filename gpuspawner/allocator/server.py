@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import re
 from collections.abc import Awaitable
 from typing import Any, ClassVar
 from urllib.parse import unquote
@@ -30,7 +31,9 @@ from gpuspawner.pool.states import LeaseState
 log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 4 * 1024 * 1024
+_DRAINED_BYTES = 64 * 1024 * 1024
 _KEEPALIVE_S = 15.0
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
 class Base(web.RequestHandler):
@@ -80,9 +83,14 @@ class Base(web.RequestHandler):
 
     def write_error(self, status_code: int, **kwargs: Any) -> None:
         """Tornado's own errors in the same shape."""
-        text = "The allocator failed; its log has the reason." if status_code >= 500 else (
-            f"{self._reason}: there is nothing at this address that takes a {self.request.method}."
-        )  # fmt: skip
+        if status_code >= 500:
+            text = "The allocator failed; its log has the reason. Try again; tell an admin."
+        elif status_code in (404, 405):
+            text = (
+                f"Nothing at this address takes a {self.request.method}. See api/v1/openapi.json."
+            )
+        else:
+            text = f"The request cannot be read ({self._reason}). Send it as openapi.json says."
         self.refuse(ApiError(status_code, self._reason.lower().replace(" ", "-"), text))
 
     def _send_json(self, text: str) -> None:
@@ -106,12 +114,31 @@ def _plain(value: Any) -> Any:
     raise TypeError(type(value).__name__)
 
 
+@web.stream_request_body
 class Endpoint(Base):
-    """All routes: finds the row, checks the caller and the body, calls."""
+    """All routes: finds the row, checks the caller and the body, calls.
+
+    Bodies come in pieces so that one that is too large gets an answer: tornado itself would hang
+    up. What is above the bound is read, up to a bound again, and thrown away.
+    """
 
     def initialize(self, gatekeeper: Gatekeeper, routes: list[Route]) -> None:  # type: ignore[override]
         super().initialize(gatekeeper)
         self._routes = routes
+        self._body = bytearray()
+        self._too_large = False
+
+    def prepare(self) -> None:
+        """Before the body comes."""
+        self.request.connection.set_max_body_size(_DRAINED_BYTES)  # type: ignore[union-attr]
+
+    def data_received(self, chunk: bytes) -> None:
+        """A piece of the body."""
+        self._too_large = self._too_large or len(self._body) + len(chunk) > MAX_BODY_BYTES
+        if self._too_large:
+            self._body.clear()
+        else:
+            self._body += chunk
 
     async def _dispatch(self, _decoded: str) -> None:
         # Tornado gives the path decoded; only the raw one tells a slash in a name from one that
@@ -126,6 +153,9 @@ class Endpoint(Base):
                 allowed.append(route.method)
                 continue
             path_words = {name: unquote(word) for name, word in match.groupdict().items()}
+            if any(_CONTROL.search(word) for word in path_words.values()):
+                self.refuse(not_found("thing with a control character in its name"))
+                return
             await self.guarded(self._run(route, path_words))
             return
         if allowed:
@@ -138,9 +168,37 @@ class Endpoint(Base):
         public = route.access == "public"
         caller = Principal("nobody") if public else await self.principal()
         _check_access(route, caller)
-        body = None if route.body is None else _parse(route.body, self.request.body)
-        query = {name: self.get_query_argument(name) for name in self.request.query_arguments}
+        if self._too_large:
+            raise ApiError(
+                413,
+                "too-large",
+                f"The request is larger than {MAX_BODY_BYTES >> 20} MiB. Send less.",
+            )
+        body = None if route.body is None else self._parsed(route.body)
+        query = self._query(route)
         self.send(await route.call(Call(caller, path, query, body)))
+
+    def _query(self, route: Route) -> dict[str, str]:
+        """The route's parameters as they were sent: tornado would take blanks off names and
+        put some where control characters were."""
+        sent = self.request.query_arguments
+        try:
+            query = {name: sent[name][-1].decode() for name in route.query if name in sent}
+        except UnicodeDecodeError:
+            raise ApiError(400, "bad-request", "The query is not in UTF-8. Send it so.") from None
+        for name, value in query.items():
+            if _CONTROL.search(value):
+                text = f"'{name}' holds a control character; no name has one. Send it without."
+                raise ApiError(400, "bad-request", text)
+        return query
+
+    def _parsed(self, model: type[BaseModel]) -> BaseModel:
+        kind = self.request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise ApiError(
+                415, "not-json", "Send the body as JSON, with 'Content-Type: application/json'."
+            )
+        return _parse(model, bytes(self._body))
 
     get = post = put = delete = patch = _dispatch
 
@@ -170,10 +228,15 @@ def _parse(model: type[BaseModel], raw: bytes) -> BaseModel:
     except ValidationError as error:
         problems = error.errors(include_url=False, include_input=False, include_context=False)
         shown = "; ".join(
-            f"{'.'.join(str(part) for part in one['loc']) or 'body'}: {one['msg']}"
+            f"{'.'.join(_plain_name(part) for part in one['loc']) or 'body'}: {one['msg']}"
             for one in problems[:5]
         )
         raise ApiError(400, "bad-request", f"The request cannot be used: {shown}.") from None
+
+
+def _plain_name(part: int | str) -> str:
+    text = str(part)
+    return "".join(c if c.isprintable() else "?" for c in text[:64])
 
 
 class Events(Base):
@@ -188,6 +251,19 @@ class Events(Base):
     def on_connection_close(self) -> None:
         """The listener has left."""
         self._gone = True
+
+    @staticmethod
+    def row() -> Route:
+        """How it is described; it is served here, because it sends while it lives."""
+
+        async def served(_call: Call) -> Answer:
+            raise not_found("such address in this API")
+
+        return Route(
+            "GET", "leases/{id}/events", "anyone", served,
+            "The lease's story as server-sent events; Last-Event-ID goes on after an event",
+            stream=True,
+        )  # fmt: skip
 
     async def get(self, lease_id: str) -> None:
         """Send what there is, then what comes, until the lease has ended."""
@@ -282,7 +358,7 @@ def application(
     """The tornado application under a prefix that ends in a slash."""
     common = {"gatekeeper": gatekeeper}
     api = prefix + "api/v1/"
-    document = describe(routes, api)
+    document = describe([*routes, Events.row()], api)
     return web.Application(
         [
             (api + r"openapi\.json", Document, {**common, "document": document}),
@@ -291,7 +367,7 @@ def application(
                 Events,
                 {**common, "context": context, "api": lease_api},
             ),
-            (api + r"(.+)", Endpoint, {**common, "routes": routes}),
+            (api + r"(.*)", Endpoint, {**common, "routes": routes}),
             (prefix + r"metrics", MetricsPage, {**common, "context": context}),
             (prefix + r"health", Health, {**common, "call": health}),
             *pages,

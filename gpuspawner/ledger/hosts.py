@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
@@ -134,6 +135,13 @@ def _build(tx: Connection, name: str) -> HostView | None:
         return None
     records = gpu_ledger.of_host(tx, name)
     cpus = tx.execute(sa.select(t.claimed_cpus.c.cpu).where(t.claimed_cpus.c.host == name))
+    addresses = tx.execute(
+        sa.select(sa.func.count())
+        .select_from(t.claimed_addresses)
+        .where(t.claimed_addresses.c.host == name)
+    ).scalar_one()
+    # Without the network's own address, the broadcast address and the gateway.
+    range_size = ipaddress.ip_network(host.settings["cidr"], strict=False).num_addresses - 3
     used_mib: dict[int, int] = defaultdict(int)
     for node, mib in tx.execute(
         sa.select(t.claimed_memory.c.node, t.claimed_memory.c.mib).where(
@@ -154,5 +162,6 @@ def _build(tx: Connection, name: str) -> HostView | None:
         drained=host.drained,
         reachable=host.state == "ready",
         connecting=host.state == "new",
+        free_addresses=max(0, range_size - addresses),
         images=host.images,
     )

@@ -73,16 +73,15 @@ def of_key(tx: Connection, key: tuple[str, str, str]) -> list[LeaseRecord]:
     return [lease for lease in found if lease.state in OPEN_LEASES] + ended
 
 
-def stopping_of_key(tx: Connection, key: tuple[str, str, str]) -> bool:
-    """A predecessor of the server's lease still has its VM."""
-    return (
-        tx.execute(
-            sa.select(sa.func.count())
-            .select_from(t.leases)
-            .where(*_key(t.leases, key), t.leases.c.state == LeaseState.STOPPING)
-        ).scalar_one()
-        > 0
-    )
+def stopping_of_key(tx: Connection, key: tuple[str, str, str]) -> LeaseRecord | None:
+    """The oldest predecessor of the server's lease that still has its VM."""
+    row = tx.execute(
+        sa.select(t.leases)
+        .where(*_key(t.leases, key), t.leases.c.state == LeaseState.STOPPING)
+        .order_by(t.leases.c.created_ms)
+        .limit(1)
+    ).one_or_none()
+    return None if row is None else lease_record(row)
 
 
 def open_leases(tx: Connection, host: str | None = None) -> list[LeaseRecord]:
@@ -309,6 +308,17 @@ def add_event(
             reason=lease.reason,
         )
     )
+
+
+def last_event(tx: Connection, lease_id: str) -> EventRecord | None:
+    """The newest line of the lease's story."""
+    row = tx.execute(
+        sa.select(t.events)
+        .where(t.events.c.lease_id == lease_id)
+        .order_by(t.events.c.id.desc())
+        .limit(1)
+    ).one_or_none()
+    return None if row is None else event_record(row)
 
 
 def events_after(tx: Connection, lease_id: str, after: int, limit: int = 500) -> list[EventRecord]:

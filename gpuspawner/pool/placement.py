@@ -173,6 +173,8 @@ def _out(request: Request, view: HostView) -> Shortfall | None:
             )
             return Shortfall(name, "home", text)
         return Shortfall(name, "drained", f"Host {name} is being drained for maintenance.")
+    if view.free_addresses < 1:
+        return Shortfall(name, "address", f"All guest addresses of host {name} are in use.")
     return None
 
 

@@ -144,6 +144,7 @@ class HostView:
     used_mib: dict[int, int] = field(default_factory=dict)
     drained: bool = False
     reachable: bool = True
+    free_addresses: int = 1  # of the guests' range
     connecting: bool = False  # the allocator has just started: nothing is known yet
     images: frozenset[str] = frozenset()
 

@@ -9,6 +9,7 @@ import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import aiohttp
 from traitlets.config import Config
@@ -134,7 +135,7 @@ def acquire_body(
         payload=schema.BootPayload(
             argv=["jupyterhub-singleuser"], env={"JUPYTERHUB_API_TOKEN": "secret-of-" + user}
         ),
-        ready_path=f"/user/{user}/api",
+        ready_path=f"/user/{quote(user)}/api",
     )
 
 

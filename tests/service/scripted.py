@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpuspawner.host.api import Channel, Guest, GuestSpec, HostError, Image
+from gpuspawner.host.api import Channel, Guest, GuestSpec, HostError, HostTimeout, Image
 from gpuspawner.pool.topology import Gpu, Inventory, Node
 from gpuspawner.pool.verdict import Witness
 from tests.layers import wait_for_async
@@ -105,9 +105,12 @@ class World:
     blocked: frozenset[str] = frozenset()
     held: set[str] = field(default_factory=set)
     silent: bool = False  # guests do not answer HTTP
+    mute: bool = False  # guests take HTTP connections and say nothing
     deaf: bool = False  # guests ignore the power button
     fail: dict[str, HostError] = field(default_factory=dict)
     gates: dict[str, asyncio.Event] = field(default_factory=dict)
+    frozen: asyncio.Event | None = None  # every call waits for it, ``patience_s`` at most
+    patience_s: float = 0.3
     changed: Callable[[str], None] = lambda uuid: None
     overlaps: list[str] = field(default_factory=list)
 
@@ -116,8 +119,30 @@ class World:
         self.history.append((what, uuid))
         if what in self.gates:
             await self.gates[what].wait()
+        await self.breathe()
         if what in self.fail:
             raise self.fail[what]
+
+    def freeze(self, patience_s: float = 0.3) -> None:
+        """No call is answered from now on; each is given up after ``patience_s``."""
+        self.frozen = asyncio.Event()
+        self.patience_s = patience_s
+
+    def thaw(self) -> None:
+        """The host goes on; calls that still wait take effect."""
+        assert self.frozen is not None
+        self.frozen.set()
+        self.frozen = None
+
+    async def breathe(self) -> None:
+        """Held up while the host is frozen, as every call of a real one is."""
+        if self.frozen is None:
+            return
+        try:
+            async with asyncio.timeout(self.patience_s):
+                await self.frozen.wait()
+        except TimeoutError:
+            raise HostTimeout(f"Host {self.name} did not answer in time.") from None
 
     async def boot(self, spec: GuestSpec) -> None:
         """The guest starts. Two guests with one GPU would be the worst defect there is."""
@@ -128,7 +153,7 @@ class World:
         self.specs[spec.uuid] = spec
         if spec.nic is not None and not self.silent:
             self.servers[spec.uuid] = await asyncio.start_server(
-                _answer, spec.nic.address, 8888, reuse_address=True
+                _hold if self.mute else _answer, spec.nic.address, 8888, reuse_address=True
             )
 
     async def end(self, uuid: str) -> None:
@@ -151,6 +176,13 @@ async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}")
         await writer.drain()
+    writer.close()
+
+
+async def _hold(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(ConnectionError):
+        while await reader.read(1024):
+            pass
     writer.close()
 
 
@@ -202,6 +234,7 @@ class ScriptedHost:
         return self.world.inventory
 
     async def gateway(self) -> str:
+        await self.world.breathe()
         return "127.200.0.1"
 
     async def witness(self, address: str) -> Witness:
@@ -218,6 +251,7 @@ class ScriptedHost:
         return address not in self.world.held
 
     async def images(self) -> frozenset[str]:
+        await self.world.breathe()
         return frozenset(self.world.images)
 
     async def put_image(self, image: Image, progress: Callable[[int, int], None]) -> None:
@@ -232,6 +266,7 @@ class ScriptedHost:
         return new
 
     async def drop_home(self, volume: str) -> None:
+        await self.world.breathe()
         self.world.homes.pop(volume, None)
 
     async def make_disks(self, spec: GuestSpec) -> None:
@@ -254,6 +289,7 @@ class ScriptedHost:
         self.world.ejected.add(uuid)
 
     async def guests(self) -> list[Guest]:
+        await self.world.breathe()
         return [Guest(s.uuid, s.kind, "running", s.labels) for s in self.world.specs.values()]
 
     async def guest(self, uuid: str) -> Guest | None:
@@ -280,9 +316,11 @@ class ScriptedHost:
         self.world.seeds.pop(uuid, None)
 
     async def console(self, uuid: str, last_bytes: int = 16384) -> str:
+        await self.world.breathe()
         return "Linux version 6.1\ngpuspawner: starting\nthe last line of the console"
 
     async def drop_console(self, uuid: str) -> None:
+        await self.world.breathe()
         return None
 
     async def open_channel(self, uuid: str, port: str) -> Channel:
@@ -297,6 +335,8 @@ WORLDS: dict[str, World] = {}
 
 def scripted_host(name: str, settings: dict[str, Any], _driver: Any) -> ScriptedHost:
     """``Allocator.driver`` of these tests."""
+    if name not in WORLDS:
+        raise HostError(f"There is no machine behind {name}.", "Add one that there is.")
     return ScriptedHost(WORLDS[name])
 
 
