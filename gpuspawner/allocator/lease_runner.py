@@ -98,7 +98,7 @@ class LeaseRunners:
                 return None
             text = f"Host {host.name} does not answer; waiting for it."
             last = lease_ledger.last_event(tx, lease_id)
-            if last is not None and last.message != text:
+            if last is not None and not lease_ledger.was_told(tx, lease_id, text):
                 lease_ledger.add_event(tx, lease, now_ms(), "progress", last.progress, text)
             return host.name if host.state == "ready" else None
 

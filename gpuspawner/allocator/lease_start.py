@@ -147,7 +147,8 @@ class LeaseStart:
             raise StopAsked
         if name in lease_ledger.steps_done(tx, self.id):
             return True
-        lease_ledger.add_event(tx, lease, now_ms(), "progress", progress, told)
+        if not lease_ledger.was_told(tx, self.id, told):  # a step may be done again
+            lease_ledger.add_event(tx, lease, now_ms(), "progress", progress, told)
         return False
 
     def _commit(self, tx: Transaction, name: str) -> None:

@@ -310,6 +310,14 @@ def add_event(
     )
 
 
+def was_told(tx: Connection, lease_id: str, message: str) -> bool:
+    """This line is in the lease's story already."""
+    query = sa.select(t.events.c.id).where(
+        t.events.c.lease_id == lease_id, t.events.c.message == message
+    )
+    return tx.execute(query.limit(1)).one_or_none() is not None
+
+
 def last_event(tx: Connection, lease_id: str) -> EventRecord | None:
     """The newest line of the lease's story."""
     row = tx.execute(
