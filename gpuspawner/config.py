@@ -97,3 +97,10 @@ class Installation(Configurable):
 def installation(path: Path | None = None) -> Installation:
     """The shared settings from the configuration file."""
     return Installation(config=load_config(path))
+
+
+def ledger_url(path: Path | None = None) -> str:
+    """The allocator's database as the configuration file says."""
+    config = load_config(path)
+    chosen = config.Allocator.db_url if "db_url" in config.Allocator else ""
+    return str(chosen) or f"sqlite:///{Installation(config=config).state_dir}/ledger.sqlite"

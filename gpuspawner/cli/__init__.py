@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import typer
 
-from gpuspawner.cli import check, diagnoses, gpus, hosts, images, leases, limits, tokens
+from gpuspawner.cli import backups, check, diagnoses, gpus, hosts, images, leases, limits, tokens
 
 app = typer.Typer(
     name="gpuspawner",
@@ -23,6 +23,8 @@ app = typer.Typer(
 )
 app.command("check")(check.check)
 app.command("token")(tokens.token)
+app.command("backup")(backups.backup)
+app.command("restore")(backups.restore)
 app.add_typer(hosts.app, name="host")
 app.add_typer(gpus.app, name="gpu")
 app.add_typer(leases.app, name="lease")

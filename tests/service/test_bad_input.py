@@ -85,23 +85,36 @@ class Door:
             }
 
 
-@pytest.fixture
-async def door(
-    tmp_path: Path, db_url: str | None, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[Door]:
+@contextlib.asynccontextmanager
+async def opened(folder: Path, db_url: str | None) -> AsyncIterator[Door]:
     """A site with one host, one running lease of ada, and a hub that knows three tokens."""
-    monkeypatch.setattr(allocator_app, "HubAuth", FakeHubAuth)
-    site = Site(tmp_path, db_url, hub_api_url="http://127.0.0.1:9/hub/api", hub_watch_s=3600)
-    (tmp_path / "service.token").write_text("s" * 40)
+    site = Site(folder, db_url, hub_api_url="http://127.0.0.1:9/hub/api", hub_watch_s=3600)
+    (folder / "service.token").write_text("s" * 40)
     world = site.world(cores=16)
-    engine = sa.create_engine(db_url or f"sqlite:///{tmp_path}/ledger.sqlite")
-    async with site.running() as client, aiohttp.ClientSession() as session:
-        await site.add_host(client, 0)
-        lease = await client.acquire(acquire_body("ada"))
-        await lease_in(client, lease.id, "running")
-        yield Door(site, session, client, engine)
+    engine = sa.create_engine(db_url or f"sqlite:///{folder}/ledger.sqlite")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(allocator_app, "HubAuth", FakeHubAuth)
+        async with site.running() as client, aiohttp.ClientSession() as session:
+            await site.add_host(client, 0)
+            lease = await client.acquire(acquire_body("ada"))
+            await lease_in(client, lease.id, "running")
+            yield Door(site, session, client, engine)
     engine.dispose()
     await world.close()
+
+
+@pytest.fixture
+async def door(tmp_path: Path) -> AsyncIterator[Door]:
+    """For what is decided before the database is asked."""
+    async with opened(tmp_path, None) as one:
+        yield one
+
+
+@pytest.fixture
+async def each_door(tmp_path: Path, db_url: str | None) -> AsyncIterator[Door]:
+    """For what the databases may take differently."""
+    async with opened(tmp_path, db_url) as one:
+        yield one
 
 
 @contextlib.contextmanager
@@ -182,8 +195,9 @@ BAD_ACQUIRES: list[tuple[dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-async def test_leases_that_nobody_can_have(door: Door) -> None:
+async def test_leases_that_nobody_can_have(each_door: Door) -> None:
     """Each bad field is named, whatever is wrong with it."""
+    door = each_door
     with unchanged(door):
         for changes, named in BAD_ACQUIRES:
             refusal = await door.refused(400, "POST", "leases", json=body(**changes))
@@ -293,8 +307,9 @@ BAD_CALLS: list[tuple[int, str, str, Any]] = [
 ]  # fmt: skip
 
 
-async def test_calls_that_make_no_sense(door: Door) -> None:
+async def test_calls_that_make_no_sense(each_door: Door) -> None:
     """Ids that are none, wrong methods, wrong fields: each with its status and a sentence."""
+    door = each_door
     with unchanged(door):
         wrong: list[str] = []
         for status, method, path, json_body in BAD_CALLS:
@@ -359,8 +374,9 @@ NAMES = (
 )  # fmt: skip
 
 
-async def test_names_of_all_kinds_have_homes_of_their_own(door: Door) -> None:
+async def test_names_of_all_kinds_have_homes_of_their_own(each_door: Door) -> None:
     """Users and servers alike: each name gets through, and no two share a volume."""
+    door = each_door
     world = door.site.worlds["h1"]
     before = len(world.homes)
 
