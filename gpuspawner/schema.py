@@ -52,6 +52,11 @@ class LeaseRequest(Strict):
     )
     cores: int = Field(ge=1, le=1024, description="Whole physical cores, SMT siblings included")
     memory_mib: int = Field(ge=256, le=16 * 1024 * 1024, description="Memory of the VM, in MiB")
+    policy: Literal["strict", "split"] = Field(
+        default="strict",
+        description="All on one NUMA node, or each GPU with its share of cores and memory on its "
+        "own node",
+    )
     image: ImageName = Field(description="Name of the image to boot")
     home_mib: int = Field(
         default=10240, ge=64, le=64 * 1024 * 1024, description="Size of a new home, in MiB"

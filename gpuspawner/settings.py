@@ -65,6 +65,7 @@ class GPUSpawnerSettings(Configurable):
                         "gpu_model": "NVIDIA A100-PCIE-40GB",   # absent: any
                         "cores": 8,                     # whole physical cores
                         "memory_mib": 65536,
+                        "policy": "strict",             # one NUMA node; or "split"
                         "image": "lab",
                         "home_mib": 51200,              # size of a new home
                     },

@@ -51,6 +51,24 @@ async def test_the_whole_loop(site: Site) -> None:
         assert world.homes, "the home is kept"
 
 
+async def test_two_gpus_of_two_nodes_only_for_those_who_may_be_split(site: Site) -> None:
+    """The host has one GPU on each node: strict is refused, split gets a cell on both."""
+    async with site.running() as client:
+        await site.add_host(client, 0)
+        with pytest.raises(AllocatorError, match="2 × GPU asked for; node 0 of host h1 has 1"):
+            await client.acquire(acquire_body(start="start-0001", gpus=2, cores=4))
+        lease = await client.acquire(
+            acquire_body(start="start-0002", gpus=2, cores=4, policy="split")
+        )
+        lease = await lease_in(client, lease.id, "running")
+        assert lease.node is None
+        assert len(lease.gpus) == 2
+        assert lease.cpus == [0, 1, 4, 5]
+        await client.stop(lease.id, wait_s=20)
+        told = [event.message async for event in client.events(lease.id)]
+        assert any("host h1, NUMA nodes 0, 1." in message for message in told)
+
+
 async def test_the_story_is_told_in_order_and_replayed(site: Site) -> None:
     """Two listeners hear the same; one that comes back goes on after what it has heard."""
     async with site.running() as client:

@@ -43,7 +43,7 @@ async def test_a_server_starts_and_stops(hub: RealHub, allocator: FakeAllocator)
     assert re.fullmatch(r"[A-Za-z0-9_-]{8,64}", body["start_id"])
     assert body["request"] == {
         "gpus": 1, "gpu_model": None, "cores": 1, "memory_mib": 1536, "image": "lab",
-        "home_mib": 10240,
+        "policy": "strict", "home_mib": 10240,
     }  # fmt: skip
     assert body["ready_path"] == "/user/ada/api"
     assert lease.payload is not None

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import random
 
-from tests.bench.fragmentation import Ask, BestFit, Fgd, State, choices, fits, grow, replay, take
+from tests.bench.fragmentation import (
+    Ask,
+    BestFit,
+    Fgd,
+    Ours,
+    State,
+    choices,
+    fits,
+    grow,
+    replay,
+    take,
+)
 
 SHARE = Ask(1000, 100, 1, 600, frozenset())
 PAIR = Ask(2000, 100, 2, 1000, frozenset())
@@ -27,7 +38,7 @@ def test_a_share_has_a_choice_for_each_different_gpu_and_whole_gpus_have_one() -
 def test_a_replay_gives_out_what_fits_and_drops_the_rest() -> None:
     rng = random.Random(1)
     nodes = [State("A", 4000, 1000, (1000, 1000)), State("A", 1000, 1000, (1000, 1000))]
-    for policy in (BestFit(rng, []), Fgd(rng, [(SHARE, 1)])):
+    for policy in (BestFit(rng, []), Fgd(rng, [(SHARE, 1)]), Ours(rng, [(SHARE, 1)])):
         outcome = replay(nodes, [PAIR, PAIR, SHARE], policy, rng)
         assert outcome.allocated_pct == 65.0
         assert outcome.placements == 3
