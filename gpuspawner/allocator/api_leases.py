@@ -45,9 +45,10 @@ class ForgetHome(schema.Strict):
 class LeaseApi:
     """Everything about leases."""
 
-    def __init__(self, context: Context, runners: LeaseRunners) -> None:
+    def __init__(self, context: Context, runners: LeaseRunners, hub_id: str) -> None:
         self.ctx = context
         self.runners = runners
+        self.hub_id = hub_id  # the hub whose users ask with their own tokens
 
     def routes(self) -> list[Route]:
         """The rows of this part."""
@@ -103,7 +104,7 @@ class LeaseApi:
             username = call.principal.name
         limit = number("limit", call.query.get("limit", "200"), 1, 1000)
         if username is not None and "server_name" in call.query:
-            hub_id = call.principal.hub_id or "hub"
+            hub_id = call.principal.hub_id or self.hub_id
             key = (hub_id, username, call.query["server_name"])
             records = await self.ctx.ledger.read(lease_ledger.of_key, key)
         else:

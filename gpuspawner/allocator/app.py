@@ -206,7 +206,7 @@ class Allocator(Application):
             {self.shared.spawner_token(): self.shared.hub_id},
             HubAuth(api_token=token, api_url=self.hub_api_url, cache_max_age=30) if token else None,
         )
-        lease_api = LeaseApi(context, runners)
+        lease_api = LeaseApi(context, runners, self.shared.hub_id)
         pool_api = PoolApi(context, keeper)
         site = make_site(
             context,
