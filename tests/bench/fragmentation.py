@@ -9,9 +9,10 @@ policy and seed: ``allocated_pct`` is the share of all GPU capacity given out at
 ``allocated_at`` the same when 90 and 100 percent had been asked for, ``placements`` the number of
 decisions. ``published`` is the mean that the authors' simulator reached, at 130 percent.
 
-Policies: ``Random`` and ``BestFit`` are theirs, rewritten from the description, and prove the
+Policies: ``Random`` and ``BestFit`` are theirs, written anew by their scoring rules, and prove the
 replay. ``FGD`` is their measure; it shows the idea, the figures to beat are the published ones.
-``ours`` adds to it what a node could hold of each kind of request and no other.
+``ours`` adds to it what a node could hold of each kind of request and no other; it is a candidate
+that stands here alone: the allocator takes the tightest fit, as it gives out whole GPUs only.
 """
 
 from __future__ import annotations
@@ -290,7 +291,8 @@ def read_asks(folder: Path, workload: str) -> list[Ask]:
                 int(row["memory_mib"]),
                 int(row["num_gpu"]),
                 int(row["gpu_milli"] or 0) if int(row["num_gpu"]) else 0,
-                frozenset(filter(None, row["gpu_spec"].split("|"))),
+                # The mixes without this column ask for no model.
+                frozenset(filter(None, (row.get("gpu_spec") or "").split("|"))),
             )
             for row in csv.DictReader(file)
         ]
