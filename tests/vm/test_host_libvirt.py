@@ -45,6 +45,7 @@ pytestmark = [
 
 GPU = "0000:41:00.0"
 SECOND_GPU = "0000:c1:00.0"
+LATE_ADDRESS = "198.51.100.8"
 OTHER_ADDRESS = "198.51.100.7"  # of the host's, on another network than the guests'
 
 
@@ -168,6 +169,18 @@ async def test_guests_do_not_reach_each_other_nor_lie_about_their_address(
         await guest.ready()
     to_other = await guests[0].ask("test/connect", host=guests[1].address, port=8888)
     assert not to_other["connected"]
+    # Both are root and agree on the way round the isolated ports: by way of the gateway.
+    for one, other in zip(guests, reversed(guests), strict=True):
+        detour = f"ip route replace {other.address}/32 via {GATEWAY} dev eth0".encode()
+        assert (await one.ask("test/exec", detour))["rc"] == 0
+    to_other = await guests[0].ask("test/connect", host=guests[1].address, port=8888)
+    assert not to_other["connected"]
+    # The host gets an address later, as by a VPN: closed from the next survey on.
+    await _run("ip", "addr", "replace", f"{LATE_ADDRESS}/32", "dev", "lo")
+    await host.survey()
+    with listening(OTHER_PORT):
+        to_host = await guests[0].ask("test/connect", host=LATE_ADDRESS, port=OTHER_PORT)
+    assert not to_host["connected"]
     spoof = b"ip addr add 10.232.0.99/24 dev eth0"
     assert (await guests[0].ask("test/exec", spoof))["rc"] == 0
     with pytest.raises(OSError):  # noqa: PT011  (refused, unreachable or too late: not answered)
