@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import uuid
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gpuspawner.allocator.errors import ApiError
@@ -14,8 +14,9 @@ from gpuspawner.ledger import hosts as host_ledger
 from gpuspawner.ledger import leases as lease_ledger
 from gpuspawner.ledger import limits as limit_ledger
 from gpuspawner.ledger.database import Transaction
+from gpuspawner.ledger.demand import Demand
 from gpuspawner.ledger.records import LeaseRecord
-from gpuspawner.pool.placement import Refusal, place
+from gpuspawner.pool.placement import Preference, Refusal, place
 from gpuspawner.pool.quota import Excess, excess
 from gpuspawner.pool.states import COMING, HELD, EndReason, GpuState, LeaseState
 from gpuspawner.pool.topology import Claim, HostView, Request
@@ -27,6 +28,16 @@ class Rules:
     """What the allocator's configuration says about waiting."""
 
     max_wait_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Placing:
+    """What places are chosen by: the hosts, what is asked for these days, and whether servers
+    are packed or spread (``pool.placement.place``)."""
+
+    views: host_ledger.Views = field(default_factory=host_ledger.Views)
+    demand: Demand = field(default_factory=Demand)
+    prefer: Preference = "pack"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +54,7 @@ def acquire(
     hub_id: str,
     body: AcquireLease,
     image_digest: str,
-    views: host_ledger.Views,
+    placing: Placing,
     rules: Rules,
     now_ms: int,
 ) -> Acquired:
@@ -108,7 +119,7 @@ def acquire(
         text = f"Waiting for your previous server to stop.{_silent(tx, stopping)}"
         lease_ledger.add_event(tx, lease, now_ms, "progress", 1, text)
         return Acquired(lease, True)
-    refusal = place_queue(tx, views, now_ms).get(lease.id)
+    refusal = place_queue(tx, placing, now_ms).get(lease.id)
     if refusal is not None:
         if not refusal.can_wait:
             return _refused(tx, lease, capacity_error(tx, lease, refusal), now_ms)
@@ -135,13 +146,15 @@ def limit_error(over: Excess) -> ApiError:
     return ApiError(403, "limit", over.sentence(), constraint=f"limit-{over.kind}")
 
 
-def place_queue(tx: Transaction, views: host_ledger.Views, now_ms: int) -> dict[str, Refusal]:
+def place_queue(tx: Transaction, placing: Placing, now_ms: int) -> dict[str, Refusal]:
     """Give places to waiting leases, first come first served; returns why others still wait.
 
-    A younger lease never passes an older one that waits for GPUs of a kind it could use itself.
-    A lease whose predecessor still stops waits without holding up others.
+    A younger lease never passes an older one that waits for GPUs of a kind it could use itself,
+    and never takes the cores and the memory that an older one will need beside its GPUs. A lease
+    whose predecessor still stops waits without holding up others.
     """
     waiting: dict[str, Refusal] = {}
+    promised: list[Claim] = []  # what older leases will take once their GPUs are wiped
     # Models that older leases wait for, each with the hosts where waiting helps them.
     ahead: list[tuple[str | None, frozenset[str]]] = []
     for lease in lease_ledger.queued(tx):
@@ -154,7 +167,9 @@ def place_queue(tx: Transaction, views: host_ledger.Views, now_ms: int) -> dict[
             for host in hosts
             if request.gpus and _compete(request.gpu_model, model)
         }
-        found = place(request, [_behind(view, taken) for view in views.load(tx)])
+        views = [_after(view, promised) for view in placing.views.load(tx)]
+        mix = placing.demand.mix(tx)
+        found = place(request, [_behind(view, taken) for view in views], mix, placing.prefer)
         if not isinstance(found, Refusal):
             _take(tx, lease, found, now_ms)
             continue
@@ -162,6 +177,9 @@ def place_queue(tx: Transaction, views: host_ledger.Views, now_ms: int) -> dict[
         if request.gpus and found.can_wait:
             helping = frozenset(one.host for one in found.shortfalls if one.waiting_helps)
             ahead.append((request.gpu_model, helping))
+            hoped = place(request, [_hoped(view) for view in views], mix, placing.prefer)
+            if not isinstance(hoped, Refusal):
+                promised.append(hoped)
     return waiting
 
 
@@ -170,6 +188,23 @@ def _behind(view: HostView, taken: set[str]) -> HostView:
     if view.inventory.host not in taken:
         return view
     return replace(view, free_gpus=frozenset(), coming_gpus=view.coming_gpus | view.free_gpus)
+
+
+def _hoped(view: HostView) -> HostView:
+    """The host as it will be when its GPUs are wiped."""
+    return replace(view, free_gpus=view.free_gpus | view.coming_gpus)
+
+
+def _after(view: HostView, promised: list[Claim]) -> HostView:
+    """The host without the cores and the memory that somebody older will take."""
+    claims = [claim for claim in promised if claim.host == view.inventory.host]
+    if not claims:
+        return view
+    used_mib = dict(view.used_mib)
+    for cell in (cell for claim in claims for cell in claim.cells):
+        used_mib[cell.node] = used_mib.get(cell.node, 0) + cell.memory_mib
+    cpus = view.used_cpus.union(*(claim.cpus for claim in claims))
+    return replace(view, used_cpus=cpus, used_mib=used_mib)
 
 
 def _compete(mine: str | None, older: str | None) -> bool:
@@ -230,10 +265,10 @@ def mac_of(address: str) -> str:
     return "52:54:00:" + ":".join(f"{byte:02x}" for byte in packed[-3:])
 
 
-def serve_queue(tx: Transaction, views: host_ledger.Views, now_ms: int) -> dict[str, Refusal]:
+def serve_queue(tx: Transaction, placing: Placing, now_ms: int) -> dict[str, Refusal]:
     """Place who can be placed, and end the waiting of those whose time is up or whose hope is
     gone. Returns why the others still wait."""
-    waiting = place_queue(tx, views, now_ms)
+    waiting = place_queue(tx, placing, now_ms)
     for lease in lease_ledger.queued(tx):
         refusal = waiting.get(lease.id)
         if refusal is not None and not refusal.can_wait:

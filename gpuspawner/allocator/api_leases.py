@@ -142,7 +142,7 @@ class LeaseApi:
             call.principal.hub_id,
             body,
             image.digest,
-            self.ctx.views,
+            self.ctx.placing,
             deciding.Rules(int(self.ctx.limits.wait_s * 1000)),
             now_ms(),
         )

@@ -17,10 +17,11 @@ from urllib.parse import urlsplit
 from jupyterhub.services.auth import HubAuth
 from tornado.httpserver import HTTPServer
 from tornado.netutil import bind_sockets
-from traitlets import Float, Int, List, Unicode
+from traitlets import Enum, Float, Int, List, Unicode
 from traitlets.config import Application
 from traitlets.utils.importstring import import_item
 
+from gpuspawner.allocator.acquire import Placing
 from gpuspawner.allocator.api_leases import LeaseApi
 from gpuspawner.allocator.api_limits import LimitApi
 from gpuspawner.allocator.api_pool import PoolApi
@@ -39,6 +40,7 @@ from gpuspawner.allocator.server import MAX_BODY_BYTES, application
 from gpuspawner.allocator.signals import Signals
 from gpuspawner.config import ConfigError, Installation, load_config
 from gpuspawner.ledger.database import Ledger
+from gpuspawner.pool.placement import Preference
 
 log = logging.getLogger("gpuspawner.allocator")
 
@@ -108,6 +110,13 @@ class Allocator(Application):
         Float(), [60.0, 300.0, 1800.0], help="Waiting time before each further attempt."
     ).tag(config=True)
     diagnoses_per_host = Int(2, help="Diagnoses at a time on one host.").tag(config=True)
+    placement: Enum[Preference] = Enum(
+        ["pack", "spread"],
+        "pack",
+        help="""Where a server goes that fits in several places. 'pack': where it leaves the fewest
+        GPUs useless for what was asked for lately, of equals in the tightest place. 'spread': on
+        the host with the most free GPUs, for cooling and so that a lost host ends few servers.""",
+    ).tag(config=True)
     guests_blocked = List(
         Unicode(),
         help="""Networks (CIDR) that guests must not reach, beside their host, the hub's machine,
@@ -192,6 +201,7 @@ class Allocator(Application):
                 diagnoses_per_host=self.diagnoses_per_host,
                 guests_blocked=frozenset(self.guests_blocked),
             ),
+            placing=Placing(prefer=self.placement),
         )
         runners = LeaseRunners(context)
         stack.push_async_callback(runners.close)

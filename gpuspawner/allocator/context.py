@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from gpuspawner.allocator.acquire import Placing
 from gpuspawner.allocator.images import ImageStore
 from gpuspawner.allocator.metrics import Metrics
 from gpuspawner.allocator.signals import Signals
 from gpuspawner.host.api import GpuHost, HostUnreachable
 from gpuspawner.ledger.database import Ledger
-from gpuspawner.ledger.hosts import Views
 from gpuspawner.schema import BootPayload
 
 
@@ -39,7 +39,7 @@ class Context:
     images: ImageStore
     metrics: Metrics
     limits: Limits
-    views: Views = field(default_factory=Views)
+    placing: Placing = field(default_factory=Placing)
     drivers: dict[str, GpuHost] = field(default_factory=dict)
     payloads: dict[str, BootPayload] = field(default_factory=dict)
     # Hosts that agree with the ledger since this start; leases move on there only.

@@ -54,7 +54,7 @@ class QueueKeeper:
 
     def _place(self, tx: Transaction) -> dict[str, str]:
         told: dict[str, str] = {}
-        refusals = deciding.serve_queue(tx, self.ctx.views, now_ms())
+        refusals = deciding.serve_queue(tx, self.ctx.placing, now_ms())
         for lease in lease_ledger.queued(tx):
             refusal = refusals.get(lease.id)
             if refusal is not None:

@@ -126,6 +126,7 @@ leases = Table(
     ),
     UniqueConstraint("hub_id", "username", "server_name", "start_id"),
     Index(None, "state"),
+    Index(None, "created_ms"),
 )
 
 early_releases = Table(

@@ -90,7 +90,7 @@ class Pool(RuleBasedStateMachine):
     def begin_ledger(self) -> None:
         self.ledger = Ledger(f"sqlite:///{self.folder.name}/ledger.sqlite")
         self.ledger.open_sync()
-        self.views = hosts.Views()
+        self.placing = acquire.Placing()
 
     def do(self, fn, *args, **kwargs):  # type: ignore[no-untyped-def]
         """One transaction, a little later than the last."""
@@ -98,7 +98,7 @@ class Pool(RuleBasedStateMachine):
         return self.ledger._transaction(lambda tx: fn(tx, *args, **kwargs))
 
     def serve(self) -> None:
-        self.do(acquire.serve_queue, self.views, self.now)
+        self.do(acquire.serve_queue, self.placing, self.now)
 
     def leases_in(self, *states: LeaseState) -> list[LeaseRecord]:
         return [lease for lease in self.do(leases.open_leases) if lease.state in states]
@@ -139,7 +139,7 @@ class Pool(RuleBasedStateMachine):
             ready_path="/",
         )
         try:
-            got = self.do(acquire.acquire, "hub", body, IMAGE, self.views, RULES, self.now)
+            got = self.do(acquire.acquire, "hub", body, IMAGE, self.placing, RULES, self.now)
         except acquire.ApiError as error:
             if error.body.status != 409:  # this start already asked for something else
                 raise
