@@ -40,7 +40,6 @@ from gpuspawner.allocator.server import MAX_BODY_BYTES, application
 from gpuspawner.allocator.signals import Signals
 from gpuspawner.config import ConfigError, Installation, load_config
 from gpuspawner.ledger.database import Ledger
-from gpuspawner.pool.placement import Preference
 
 log = logging.getLogger("gpuspawner.allocator")
 
@@ -110,7 +109,7 @@ class Allocator(Application):
         Float(), [60.0, 300.0, 1800.0], help="Waiting time before each further attempt."
     ).tag(config=True)
     diagnoses_per_host = Int(2, help="Diagnoses at a time on one host.").tag(config=True)
-    placement: Enum[Preference] = Enum(
+    placement = Enum(
         ["pack", "spread"],
         "pack",
         help="""Where a server goes that fits in several places. 'pack': where it leaves the fewest
@@ -201,7 +200,7 @@ class Allocator(Application):
                 diagnoses_per_host=self.diagnoses_per_host,
                 guests_blocked=frozenset(self.guests_blocked),
             ),
-            placing=Placing(prefer=self.placement),
+            placing=Placing(prefer="spread" if self.placement == "spread" else "pack"),
         )
         runners = LeaseRunners(context)
         stack.push_async_callback(runners.close)
