@@ -139,15 +139,27 @@ class BaseImage:
         run_tool(["tar", "--numeric-owner", "-xpf", str(self.tar), "-C", str(into)], "tar")
 
 
-def run_tool(command: Sequence[str], package: str, env: Mapping[str, str] | None = None) -> str:
+def run_tool(
+    command: Sequence[str],
+    package: str,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+) -> str:
     """Run a program to its end and return its standard output.
 
     :param package: the Debian package that carries the program, named when it is missing.
+    :param cwd: directory to run it in; default the builder's own.
     :raises ImageError: the program is missing or failed; its last lines are in the message.
     """
     try:
         done = subprocess.run(
-            list(command), check=False, capture_output=True, text=True, errors="replace", env=env
+            list(command),
+            check=False,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            env=env,
+            cwd=cwd,
         )
     except FileNotFoundError:
         raise ImageError(f"{command[0]} is not installed.", f"apt-get install {package}") from None

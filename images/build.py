@@ -12,7 +12,7 @@ from images.base import BASE_STAGES, base_cached, base_inputs, base_tree
 from images.cache import digest_of, entry, prune, require_space
 from images.errors import ImageError
 from images.kernel import uncompressed
-from images.lab import recipe
+from images.lab import recipe, scene
 from images.progress import Progress, Sink, Stage
 
 #: Images that this module builds.
@@ -20,7 +20,7 @@ NAMES = ("lab",)
 
 _SPACE_MIB = 9000
 _PUBLISH = Stage("publish", "Checking and publishing the image", 3.0)
-PLAN = (*BASE_STAGES, *recipe.STAGES, *disk.STAGES, _PUBLISH)
+PLAN = (*BASE_STAGES, *scene.STAGES, *recipe.STAGES, *disk.STAGES, _PUBLISH)
 
 
 def image_digest() -> str:
@@ -62,12 +62,13 @@ def build(name: str, out: Path, cache: Path, progress: Sink, *, refresh: bool = 
 
 def _build_lab(directory: Path, cache: Path, progress: Progress, refresh: bool) -> None:
     base = base_tree(cache, progress, refresh=refresh)
+    sample = scene.scene_files(cache, progress)
     tree = base.tree()
     (directory / "vmlinux").write_bytes(uncompressed(base.kernel(tree)))
     recipe.initramfs(base, tree).write(directory / "initrd")
     tree.close()
     work = directory / "root"
-    recipe.populate(work, base, progress)
+    recipe.populate(work, base, sample, progress)
     disk.make_disk(work, directory / "root.qcow2", recipe.VIRTUAL_MIB, progress)
     shutil.rmtree(work)
     facts = {"kernel_release": base.kernel_release, "built_at": utc_now()}

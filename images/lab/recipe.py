@@ -11,6 +11,7 @@ from pathlib import Path
 from images.base import BaseImage, run_tool
 from images.errors import ImageError
 from images.initramfs import Initramfs
+from images.lab import scene
 from images.progress import Progress, Stage
 from images.tree import TarTree
 
@@ -106,6 +107,7 @@ def inputs() -> dict[str, object]:
         "recipe": Path(__file__).read_text(),
         "requirements": REQUIREMENTS.read_text(),
         "init": INIT.read_text(),
+        "scene": Path(scene.__file__).read_text(),
         "guest": guest,
     }
 
@@ -262,8 +264,11 @@ def add_user(root: Path) -> None:
         os.chown(place, UID, UID, follow_symlinks=False)
 
 
-def populate(root: Path, base: BaseImage, progress: Progress) -> None:
-    """Fill the directory `root` with the image's root file system."""
+def populate(root: Path, base: BaseImage, sample: Path, progress: Progress) -> None:
+    """Fill the directory `root` with the image's root file system.
+
+    :param sample: what :func:`images.lab.scene.scene_files` gave.
+    """
     with progress.stage("unpack"):
         base.extract(root)
     with progress.stage("python"):
@@ -272,5 +277,6 @@ def populate(root: Path, base: BaseImage, progress: Progress) -> None:
         copy_guest_files(root)
         compile_python(root)
     with progress.stage("settings"):
+        scene.install(sample, root)
         enable_units(root)
         add_user(root)

@@ -16,6 +16,8 @@ from tests.layers import wait_for
 
 PATTERN = "5345435245542d4f462d414441"
 BOOT_MS = 400_000
+SHOWN = ".jp-NotebookPanel:not(.lm-mod-hidden)"
+IDLE = SHOWN + " .jp-Notebook-ExecutionIndicator[data-status='idle']"
 
 
 @pytest.fixture(autouse=True)
@@ -53,21 +55,48 @@ def start_server(page: Page) -> None:
     page.get_by_role("button", name="Start").click()
 
 
+def see_welcome(page: Page) -> None:
+    """The welcome notebook is what opens first, and its kernel is ready."""
+    expect(page.get_by_role("tab", name="ndvi.ipynb")).to_be_visible(timeout=180_000)
+    expect(page.get_by_role("heading", name="NDVI from a Landsat 7 scene")).to_be_visible(
+        timeout=120_000
+    )
+    expect(page.locator(IDLE)).to_be_visible(timeout=180_000)
+
+
+def run_welcome(page: Page) -> None:
+    """All its cells, as the text tells her to; the map comes, and no error."""
+    page.get_by_role("menuitem", name="Run", exact=True).click()
+    page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
+    cells = page.locator(SHOWN + " .jp-CodeCell")
+    expect(cells.last.locator(".jp-InputPrompt")).to_have_text(
+        re.compile(r"\[\d+\]"), timeout=300_000
+    )
+    assert "Emulated GPU 16M" in cells.last.locator(".jp-OutputArea-output").inner_text()
+    picture = page.locator(SHOWN + " .jp-OutputArea-output img")
+    expect(picture).to_have_count(1)
+    picture.scroll_into_view_if_needed()
+    assert picture.evaluate("one => one.naturalWidth") > 1000
+    expect(page.locator(SHOWN + " [data-mime-type*='stderr']")).to_have_count(0)
+
+
 def open_notebook(page: Page) -> None:
     """A new notebook whose kernel is ready: cells that are run before are silently left out."""
-    expect(page.locator(".jp-Launcher")).to_be_visible(timeout=180_000)
+    page.keyboard.press("Control+Shift+L")
+    expect(page.locator(".jp-Launcher")).to_be_visible(timeout=60_000)
     page.locator('.jp-LauncherCard[data-category="Notebook"]').first.click()
-    expect(page.locator(".jp-Notebook .cm-content").first).to_be_visible(timeout=120_000)
-    expect(page.get_by_text("Python 3 (ipykernel) | Idle")).to_be_visible(timeout=180_000)
+    expect(page.get_by_role("tab", name="Untitled.ipynb")).to_be_visible(timeout=120_000)
+    expect(page.locator(SHOWN + " .cm-content").first).to_be_visible(timeout=120_000)
+    expect(page.locator(IDLE)).to_be_visible(timeout=180_000)
 
 
 def run_cell(page: Page, code: str) -> str:
     """Type into the notebook's last cell, run it, and return its output."""
-    cell = page.locator(".jp-Notebook .jp-CodeCell").last
+    cell = page.locator(SHOWN + " .jp-CodeCell").last
     cell.locator(".cm-content").click()
     page.keyboard.type(code)
     page.keyboard.press("Shift+Enter")
-    output = page.locator(".jp-Notebook .jp-CodeCell").filter(has_text=code[:30]).last
+    output = page.locator(SHOWN + " .jp-CodeCell").filter(has_text=code[:30]).last
     area = output.locator(".jp-OutputArea-output")
     expect(area.first).to_be_visible(timeout=180_000)
     expect(output.locator(".jp-InputPrompt")).to_have_text(re.compile(r"\[\d+\]"), timeout=180_000)
@@ -93,6 +122,10 @@ def test_the_whole_loop(browser: Browser, quickstart: Quickstart) -> None:
     ada.screenshot(path=SHOTS / "progress.png")
     ada.wait_for_url("**/user/ada/lab**", timeout=BOOT_MS)
     assert gpu(quickstart)["state"] == "assigned"
+    see_welcome(ada)
+    ada.screenshot(path=SHOTS / "welcome.png")
+    run_welcome(ada)
+    ada.screenshot(path=SHOTS / "welcome-map.png")
     open_notebook(ada)
     assert "Emulated GPU 16M" in run_cell(ada, "!gpuspawner-gpu")
     run_cell(ada, f"!gpuspawner-gpu write 8388608 {PATTERN} && echo written")
@@ -117,6 +150,7 @@ def test_the_whole_loop(browser: Browser, quickstart: Quickstart) -> None:
     bob.screenshot(path=SHOTS / "waiting.png")
     bob.wait_for_url("**/user/bob/lab**", timeout=BOOT_MS)
     assert gpu(quickstart)["username"] == "bob"
+    see_welcome(bob)
     open_notebook(bob)
     read = run_cell(bob, f"!gpuspawner-gpu read 8388608 {len(PATTERN) // 2}")
     assert PATTERN not in read

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
 import os
@@ -267,6 +268,76 @@ def test_a_full_home_is_said_and_jupyter_writes_elsewhere(
     monkeypatch.setattr(seed, "can_write", lambda directory: True)
     apply(FakeMachine(root))
     assert not (root / "home/jovyan/HOME-IS-FULL.txt").exists()
+
+
+def test_a_new_home_gets_the_skeleton_with_its_folders(root: Path) -> None:
+    (root / "etc/skel/welcome").mkdir()
+    (root / "etc/skel/welcome/ndvi.ipynb").write_text("ours")
+    home = root / "home/jovyan"
+    (home / "lost+found").mkdir(parents=True)
+    apply(FakeMachine(root))
+    assert (home / "welcome/ndvi.ipynb").read_text() == "ours"
+    assert (home / ".bashrc").exists()
+    (home / "welcome/ndvi.ipynb").write_text("hers")
+    (home / ".bashrc").unlink()
+    apply(FakeMachine(root))
+    assert (home / "welcome/ndvi.ipynb").read_text() == "hers"
+    assert not (home / ".bashrc").exists()
+
+
+def test_a_skeleton_that_cannot_be_copied_stops_nothing(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (root / "etc/skel/welcome").mkdir()
+    (root / "etc/skel/welcome/ndvi.ipynb").write_text("ours")
+
+    really = os.mkdir
+
+    def mkdir(path: str, mode: int = 0o777) -> None:
+        if str(path).endswith("jovyan/welcome"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        really(path, mode)
+
+    monkeypatch.setattr(seed.os, "mkdir", mkdir)
+    apply(FakeMachine(root))
+    assert not (root / "home/jovyan/welcome").exists()
+    assert (root / "run/gpuspawner/server.json").exists()
+    assert json.loads((root / "run/gpuspawner/home.json").read_text())["state"] == "ok"
+
+
+def in_home(home: Path, env: dict[str, str] | None = None, state: str = "ok") -> str:
+    """The page that the server is told to open with, "" for its own choice."""
+    found = serve.environment(
+        {"user": "jovyan", "uid": 1000, "home_state": state, "env": {"HOME": str(home)}}
+    ) | {name.encode(): text.encode() for name, text in (env or {}).items()}
+    page: bytes = serve.first_page(found, state).get(b"JUPYTERHUB_DEFAULT_URL", b"")
+    return page.decode()
+
+
+def test_the_welcome_notebook_opens_until_jupyterlab_was_used(tmp_path: Path) -> None:
+    assert (GUEST / "etc/skel" / serve.WELCOME).is_file()
+    assert in_home(tmp_path) == ""
+    (tmp_path / "welcome").mkdir()
+    (tmp_path / serve.WELCOME).write_text("{}")
+    assert in_home(tmp_path) == f"/lab/tree/{serve.WELCOME}"
+    for state in ("full", "readonly", "temporary"):
+        assert in_home(tmp_path, state=state) == ""
+    workspaces = tmp_path / ".jupyter/lab/workspaces"
+    workspaces.mkdir(parents=True)
+    assert in_home(tmp_path) == f"/lab/tree/{serve.WELCOME}"
+    (workspaces / "default-37a8.jupyterlab-workspace").write_text("{}")
+    assert in_home(tmp_path) == ""
+    assert in_home(tmp_path, {"JUPYTER_CONFIG_DIR": str(tmp_path / "other")}) != ""
+    assert in_home(tmp_path, {"JUPYTERLAB_WORKSPACES_DIR": str(tmp_path / "other")}) != ""
+
+
+def test_what_the_hub_chooses_comes_first(tmp_path: Path) -> None:
+    (tmp_path / "welcome").mkdir()
+    (tmp_path / serve.WELCOME).write_text("{}")
+    assert in_home(tmp_path, {"JUPYTERHUB_DEFAULT_URL": "/lab/tree/README.md"}) == ""
+    assert in_home(tmp_path, {"JUPYTERHUB_ROOT_DIR": "/data"}) == ""
+    (tmp_path / ".jupyter").write_text("a file where a folder should be")
+    assert in_home(tmp_path) == ""
 
 
 def test_a_users_link_is_not_followed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ TOKEN = "h" * 40
 BASE = "http://127.0.0.1:8000"
 HUB_URL = f"http://{GATEWAY}:8081"
 PASSWORD = "a password for the tests"
+WORKSPACE = {"data": {}, "metadata": {"id": "default"}}
 
 
 class HubSite(Pool):
@@ -170,12 +171,12 @@ class Lab:
         self.headers = {"Authorization": f"Bearer {token}"}
         self.kernel = ""
 
-    async def call(self, method: str, path: str, body: Any = None) -> Any:
-        """One call of Jupyter Server's API."""
+    async def call(self, method: str, path: str, body: Any = None, below: str = "api") -> Any:
+        """One call of Jupyter Server's API, or of JupyterLab's (``lab/api``)."""
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session,
             session.request(
-                method, f"{self.base}/api/{path}", json=body, headers=self.headers
+                method, f"{self.base}/{below}/{path}", json=body, headers=self.headers
             ) as answer,
         ):
             text = await answer.text()
@@ -186,8 +187,28 @@ class Lab:
         """A Python kernel; cells run in it until the server stops."""
         self.kernel = (await self.call("POST", "kernels", {"name": "python3"}))["id"]
 
+    async def first_page(self) -> str:
+        """Where the server sends a browser that comes from the hub, below its own address."""
+        async with (
+            aiohttp.ClientSession() as session,
+            session.get(f"{self.base}/", headers=self.headers, allow_redirects=False) as answer,
+        ):
+            assert answer.status == 302, await answer.text()
+            return answer.headers["Location"].removeprefix(self.base.removeprefix(BASE))
+
+    async def use(self) -> None:
+        """Leave behind what a browser does that has shown JupyterLab: a workspace."""
+        await self.call("PUT", "workspaces/default", WORKSPACE, below="lab/api")
+
     async def run(self, code: str, timeout: float = 180) -> str:
         """Run a cell and return what it printed."""
+        return (await self.execute(code, timeout))[0]
+
+    async def execute(self, code: str, timeout: float = 180) -> tuple[str, list[dict[str, Any]]]:
+        """Run a cell; what it printed, and what it showed as MIME type -> data.
+
+        :raises AssertionError: the cell ended with an error.
+        """
         message_id = uuid.uuid4().hex
         header = {
             "msg_id": message_id, "msg_type": "execute_request", "session": "tests",
@@ -202,6 +223,7 @@ class Lab:
             "content": content, "buffers": [],
         }  # fmt: skip
         printed: list[str] = []
+        shown: list[dict[str, Any]] = []
         async with (
             asyncio.timeout(timeout),
             aiohttp.ClientSession() as session,
@@ -217,8 +239,10 @@ class Lab:
                 kind, told = message["msg_type"], message["content"]
                 if kind == "stream":
                     printed.append(told["text"])
+                elif kind in ("display_data", "execute_result"):
+                    shown.append(told["data"])
                 elif kind == "error":
                     raise AssertionError(f"{told['ename']}: {told['evalue']}")
                 elif kind == "status" and told["execution_state"] == "idle":
-                    return "".join(printed)
+                    return "".join(printed), shown
         raise AssertionError("the kernel's connection closed")

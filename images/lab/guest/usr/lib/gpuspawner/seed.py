@@ -316,9 +316,8 @@ def prepare_directory(machine: Machine, place: str, uid: int, state: str) -> Non
         for name in entries:
             os.rmdir(os.path.join(place, name))  # e2fsck makes it again when it needs it
         skeleton = machine.path("etc/skel")
-        for name in os.listdir(skeleton) if os.path.isdir(skeleton) else ():
-            with open(os.path.join(skeleton, name), "rb") as handle:
-                copy_to(machine, os.path.join(place, name), handle.read(), uid)
+        if os.path.isdir(skeleton):
+            copy_skeleton(machine, skeleton, place, uid)
     for key, (file, text) in WARNINGS.items():
         if not file:
             continue
@@ -327,6 +326,19 @@ def prepare_directory(machine: Machine, place: str, uid: int, state: str) -> Non
             copy_to(machine, full, text.encode(), uid)
         elif os.path.lexists(full):
             os.unlink(full)
+
+
+def copy_skeleton(machine: Machine, source: str, place: str, uid: int) -> None:
+    """Give a new home what stands in /etc/skel, folders too."""
+    for name in os.listdir(source):
+        full, target = os.path.join(source, name), os.path.join(place, name)
+        if os.path.isdir(full):
+            os.mkdir(target)
+            machine.chown(target, uid, uid)
+            copy_skeleton(machine, full, target, uid)
+            continue
+        with open(full, "rb") as handle:
+            copy_to(machine, target, handle.read(), uid)
 
 
 def copy_to(machine: Machine, full: str, data: bytes, uid: int) -> None:

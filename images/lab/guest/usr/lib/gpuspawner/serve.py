@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 SERVER = "/run/gpuspawner/server.json"
 SERVED = "/run/gpuspawner/served"
 LAB = "/opt/lab/bin"
+WELCOME = "welcome/ndvi.ipynb"
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
@@ -59,6 +60,28 @@ def environment(server: dict[str, Any]) -> dict[bytes, bytes]:
     return clean
 
 
+def first_page(env: dict[bytes, bytes], home_state: str) -> dict[bytes, bytes]:
+    """What makes JupyterLab open the welcome notebook, where it has never been used.
+
+    It has been used in a home that keeps a workspace, and opens as it was left there. A page or a
+    root directory that the hub names is left alone, as is everybody who deleted the notebook.
+    """
+    if home_state != "ok" or env.get(b"JUPYTERHUB_DEFAULT_URL") or env.get(b"JUPYTERHUB_ROOT_DIR"):
+        return {}
+    home = env[b"HOME"]
+    config = env.get(b"JUPYTER_CONFIG_DIR") or os.path.join(home, b".jupyter")
+    kept = env.get(b"JUPYTERLAB_WORKSPACES_DIR") or os.path.join(config, b"lab", b"workspaces")
+    try:
+        used = any(name.endswith(b".jupyterlab-workspace") for name in os.listdir(kept))
+    except FileNotFoundError:
+        used = False
+    except OSError:
+        used = True
+    if used or not os.path.isfile(os.path.join(home, WELCOME.encode())):
+        return {}
+    return {b"JUPYTERHUB_DEFAULT_URL": f"/lab/tree/{WELCOME}".encode()}
+
+
 def command(argv: list[str]) -> tuple[str, list[str]]:
     """(path, argv): a program without a slash is looked for in /opt/lab/bin, then the system."""
     if "/" in argv[0]:
@@ -96,6 +119,7 @@ def main() -> None:
         os.chdir(env[b"HOME"])
     except OSError:
         os.chdir("/")
+    env |= first_page(env, server["home_state"])
     path, argv = command(server["argv"])
     # The allocator looks for this line on the console and tells the user.
     print(f"gpuspawner: starting {argv[0]}", flush=True)
