@@ -33,6 +33,7 @@ from tests.vm.host_fixtures import (
     opened,
     pools_folder,
 )
+from tests.vm.small_disk import small_disk
 
 pytestmark = [
     pytest.mark.usefixtures("libvirtd"),
@@ -332,16 +333,20 @@ async def test_home_on_memory_perhaps_without_direct_io(tiny: Image) -> None:
 
 
 async def test_full_disk_is_named(pools: Path, libvirtd: Daemon) -> None:
+    """Also for a seed that is so small that libvirt itself says nothing."""
     place = pools / "small"
-    place.mkdir()
+    refused = r"no room .* pool gs-.*-emu5 at .* MiB are free"
     # libvirtd may have a mount namespace of its own.
-    await _run(*libvirtd.enter, "mount", "-t", "tmpfs", "-o", "size=40m", "none", str(place))
-    try:
+    with small_disk(place, 40, libvirtd.enter) as disk:
         async with opened(make_host("emu5", place, cidr="10.236.0.0/24")) as other:
-            with pytest.raises(HostError, match=r"no room .* pool gs-.*-emu5 at .* MiB are free"):
+            disk.fill()
+            for size in (100, 400 << 10):
+                with pytest.raises(HostError, match=refused):
+                    await other.put_seed(str(uuid.uuid4()), b"x" * size)
+            disk.free()
+            await other.put_seed(str(uuid.uuid4()), b"x" * (400 << 10))
+            with pytest.raises(HostError, match=refused):
                 await other.put_seed(str(uuid.uuid4()), b"x" * (48 << 20))
-    finally:
-        await _run(*libvirtd.enter, "umount", "-l", str(place))
 
 
 async def test_removing_a_host_leaves_nothing(pools: Path) -> None:
