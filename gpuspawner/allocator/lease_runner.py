@@ -12,7 +12,13 @@ from typing import Any
 
 from gpuspawner.allocator.clock import now_ms
 from gpuspawner.allocator.context import Context
-from gpuspawner.allocator.lease_start import BootTimeout, GuestGone, LeaseStart, StopAsked
+from gpuspawner.allocator.lease_start import (
+    BootTimeout,
+    GuestGone,
+    LeaseStart,
+    StopAsked,
+    let_go_on,
+)
 from gpuspawner.host.api import HostError, HostTimeout, HostUnreachable
 from gpuspawner.ledger import homes as home_ledger
 from gpuspawner.ledger import hosts as host_ledger
@@ -206,7 +212,8 @@ class LeaseRunners:
                 fresh = await self.ctx.ledger.read(lease_ledger.need, lease.id)
                 if fresh.state is not LeaseState.RUNNING:
                     return
-                if await self.ctx.driver(lease.host).guest(lease.id) is None:
+                guest = await self.ctx.driver(lease.host).guest(lease.id)
+                if guest is None:
                     await self.end(
                         lease.id,
                         EndReason.GUEST_GONE,
@@ -214,6 +221,8 @@ class LeaseRunners:
                         "from inside, or it crashed). Your home is kept.",
                     )
                     return
+                if guest.state == "paused":
+                    await let_go_on(self.ctx, fresh)
                 await bell.wait(_WATCH_S)
 
     # ------------------------------------------------------------------ stopping

@@ -191,8 +191,11 @@ class LeaseStart:
                 await self._still_starting()
                 if await self._answers(url):
                     return
-                if await driver.guest(self.id) is None:
+                guest = await driver.guest(self.id)
+                if guest is None:
                     raise GuestGone
+                if guest.state == "paused":
+                    await let_go_on(self.ctx, self.lease)
                 if now_ms() > self._deadline_ms:
                     raise BootTimeout
                 stage = await self._tell_stage(stage)
@@ -237,3 +240,23 @@ class LeaseStart:
 
         await self.ctx.ledger.write(write)
         self.ctx.signals.ring(f"events:{self.id}")
+
+
+async def let_go_on(context: Context, lease: LeaseRecord) -> None:
+    """QEMU has stopped the VM because its host's disk had no room for what it wrote. Nothing is
+    lost: it tries again, and stops again if there still is none. The user is told once."""
+    assert lease.host is not None
+    text = f"The disk of host {lease.host} is full: your machine stands still until there is room."
+
+    def write(tx: Transaction) -> bool:
+        fresh = lease_ledger.need(tx, lease.id)
+        last = lease_ledger.last_event(tx, lease.id)
+        if last is None or lease_ledger.was_told(tx, lease.id, text):
+            return False
+        lease_ledger.add_event(tx, fresh, now_ms(), "progress", last.progress, text)
+        return True
+
+    if await context.ledger.write(write):
+        log.error("guest_paused lease=%s host=%s: free space on its disk", lease.id, lease.host)
+        context.signals.ring(f"events:{lease.id}")
+    await context.driver(lease.host).resume(lease.id)

@@ -89,7 +89,7 @@ class GuestSpec:
 @dataclass(frozen=True, slots=True)
 class Guest:
     """A VM of this installation that the host has. ``state`` is ``running``, ``paused``,
-    ``shutting`` or ``gone``."""
+    ``shutting`` or ``gone``. A VM is paused when its disk has no room for what it writes."""
 
     uuid: str
     kind: str
@@ -192,6 +192,11 @@ class GpuHost(Protocol):
 
     async def shutdown(self, uuid: str) -> None:
         """Press the ACPI power button; returns at once."""
+        ...
+
+    async def resume(self, uuid: str) -> None:
+        """Let a VM go on that is paused because its disk had no room. It is paused again at once
+        if there still is none."""
         ...
 
     async def destroy(self, uuid: str) -> None:

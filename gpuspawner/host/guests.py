@@ -112,6 +112,24 @@ def shutdown(connection: Any, uuid: str) -> None:
             raise
 
 
+def resume(connection: Any, uuid: str) -> None:
+    """Let a VM go on that QEMU has stopped because there was no room for what it wrote; one that
+    is paused for any other reason is left alone."""
+    domain = lookup(connection, uuid)
+    if domain is None:
+        return
+    try:
+        state, why = domain.state(0)[:2]
+        if (state, why) == (libvirt.VIR_DOMAIN_PAUSED, libvirt.VIR_DOMAIN_PAUSED_IOERROR):
+            domain.resume()
+    except libvirt.libvirtError as error:
+        if error.get_error_code() not in (
+            libvirt.VIR_ERR_NO_DOMAIN,
+            libvirt.VIR_ERR_OPERATION_INVALID,
+        ):
+            raise
+
+
 def eject(connection: Any, uuid: str) -> None:
     """Take the seed out of its drive, whether the guest has locked it or not."""
     domain = lookup(connection, uuid)

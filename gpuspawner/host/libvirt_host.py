@@ -320,6 +320,10 @@ class LibvirtHost:
         """Press the ACPI power button; returns at once."""
         await self._call(lambda connection: vms.shutdown(connection, uuid), f"shutting down {uuid}")
 
+    async def resume(self, uuid: str) -> None:
+        """Let a VM go on that is paused because its disk had no room."""
+        await self._call(lambda connection: vms.resume(connection, uuid), f"resuming {uuid}")
+
     async def destroy(self, uuid: str) -> None:
         """End the VM now, and see its process gone."""
         async with self._slow:

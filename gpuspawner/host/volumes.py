@@ -203,15 +203,23 @@ class Pool:
         beat: Callable[[int], None],
         offset: int = 0,
     ) -> None:
-        """Write ``total`` bytes into an existing volume. ``beat(done)`` after each chunk."""
+        """Write ``total`` bytes into an existing volume. ``beat(done)`` after each chunk.
+
+        libvirt writes behind the stream, and tells of a disk that ran full only if more is sent
+        afterwards. It writes in order and not beyond a failure, so what proves the whole is that
+        the last chunk with anything in it can be read back; new volumes are zeros.
+        """
         volume = self.find(connection, name)
         if volume is None:
             raise HostError(f"The volume {name} vanished from pool {self.name}.", "")
         stream = connection.newStream(0)
         done = 0
+        proof = (0, b"")
         try:
             volume.upload(stream, offset, total, 0)
             for chunk in chunks:
+                if chunk.count(0) < len(chunk):
+                    proof = (offset + done, chunk)
                 view = memoryview(chunk)
                 while view:
                     sent = stream.send(bytes(view[:CHUNK_BYTES]))
@@ -225,6 +233,9 @@ class Pool:
         except BaseException:
             _abort(stream)
             raise
+        begin, content = proof
+        if self.download(connection, name, begin, len(content)) != content:
+            raise self._cut_short(connection, name)
 
     def download(self, connection: Any, name: str, offset: int, length: int) -> bytes:
         """At most ``length`` bytes from ``offset``; empty if the volume ends before."""
@@ -275,6 +286,18 @@ class Pool:
         if "No space left on device" not in str(error):
             refusal: Exception = error
             return refusal
+        return self._no_room(connection, name)
+
+    def _cut_short(self, connection: Any, name: str) -> HostError:
+        refusal = self._no_room(connection, name)
+        if self.free_mib(connection) == 0:
+            return refusal
+        return HostError(
+            f"The volume {name} was not written whole in pool {self.name} at {self.path}.",
+            "Look at libvirt's log there and at the disk's health.",
+        )
+
+    def _no_room(self, connection: Any, name: str) -> HostError:
         self.refresh(connection)
         return HostError(
             f"There is no room for the volume {name} in pool {self.name} at {self.path}: "

@@ -302,6 +302,9 @@ class ScriptedHost:
         if not self.world.deaf:
             await self.world.end(uuid)
 
+    async def resume(self, uuid: str) -> None:
+        await self.world.enter("resume", uuid)
+
     async def destroy(self, uuid: str) -> None:
         await self.world.enter("destroy", uuid)
         if uuid in self.world.specs:

@@ -9,18 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from deploy import libvirtd as daemon
+from tests.vm.daemon import Daemon, own_daemon
 
 
 @pytest.fixture(scope="session")
-def libvirtd() -> Iterator[None]:
+def libvirtd() -> Iterator[Daemon]:
     """libvirt answers; one of our own is started where none does."""
-    state = Path(tempfile.mkdtemp(prefix="gs-libvirtd-", dir="/var/tmp"))
-    try:
-        with daemon.libvirtd(state):
-            yield
-    finally:
-        shutil.rmtree(state, ignore_errors=True)
+    with own_daemon() as daemon:
+        yield daemon
 
 
 @pytest.fixture

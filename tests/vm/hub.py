@@ -28,11 +28,22 @@ PASSWORD = "a password for the tests"
 WORKSPACE = {"data": {}, "metadata": {"id": "default"}}
 
 
-class HubSite(Pool):
-    """A pool with a hub and a proxy before it."""
+TINY = {
+    "slug": "tiny",
+    "display_name": "Tiny guest",
+    "spawner_override": {"gpus": 1, "cores": 1, "memory_mib": 512, "image": "tiny", "home_mib": 64},
+}
 
-    def __init__(self, folder: Path, **traits: Any) -> None:
+
+class HubSite(Pool):
+    """A pool with a hub and a proxy before it. ``profile`` takes the place of the standard one,
+    which is JupyterLab's."""
+
+    def __init__(self, folder: Path, profile: dict[str, Any] | None = None, **traits: Any) -> None:
         super().__init__(folder, hub_api_url=f"{HUB_URL}/hub/api", **traits)
+        if profile is not None:
+            with (folder / "gpuspawner_config.py").open("a") as config:
+                config.write(f"c.GPUSpawner.profile_list = [{profile!r}]\n")
         self.children: dict[str, subprocess.Popen[bytes]] = {}
         for name, text in (
             ("service.token", "s" * 40),
@@ -132,13 +143,22 @@ class HubSite(Pool):
 
     async def start_lab(self, user: str, options: dict[str, Any] | None = None) -> str:
         """Start a user's server as a portal would; returns a token of the user's."""
+        token = await self.token_of(user)
+        await self.ask_for_lab(user, options)
+        await self.lab_ready(user)
+        return token
+
+    async def token_of(self, user: str) -> str:
+        """A token of a user's, who is made if need be."""
         await self.hub("POST", f"users/{user}", {})
         status, made = await self.hub("POST", f"users/{user}/tokens", {"note": "tests"})
         assert status in (200, 201), made
+        return str(made["token"])
+
+    async def ask_for_lab(self, user: str, options: dict[str, Any] | None = None) -> None:
+        """Ask the hub to start a user's server; does not wait for it."""
         status, answer = await self.hub("POST", f"users/{user}/server", options or {})
         assert status in (201, 202), answer
-        await self.lab_ready(user)
-        return str(made["token"])
 
     async def lab_ready(self, user: str, timeout: float = 400) -> None:
         """Wait until the hub says that the server is ready."""

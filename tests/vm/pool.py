@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
@@ -57,10 +58,14 @@ def with_cmdline(image: Path, extra: str) -> None:
 
 
 class Pool:
-    """One installation in a folder. The allocator may be killed and started again."""
+    """One installation in a folder. The allocator may be killed and started again. ``state`` is
+    the allocator's own folder, where it is another one."""
 
-    def __init__(self, folder: Path, host: str = "emu1", **traits: Any) -> None:
+    def __init__(
+        self, folder: Path, host: str = "emu1", *, state: Path | None = None, **traits: Any
+    ) -> None:
         self.folder = folder
+        self.state = state or folder
         self.host = host
         self.images = folder / "images"
         self.images.mkdir(parents=True)
@@ -69,11 +74,13 @@ class Pool:
         self.libvirt_pools = folder / "pools"
         self.libvirt_pools.mkdir()
         self.deaths = 0  # counted by tests that kill
+        self.uris = ["qemu:///system"]  # of its hosts
         self.process: subprocess.Popen[bytes] | None = None
         self.client = AllocatorClient(self.url, TOKEN)
-        (folder / "spawner.token").write_text(TOKEN)
+        (self.state / "spawner.token").write_text(TOKEN)
         settings = {
-            "Installation.state_dir": str(folder),
+            "Installation.state_dir": str(self.state),
+            "Installation.images_dir": str(self.images),
             "Installation.allocator_url": self.url,
             "Allocator.pool_dir": str(self.libvirt_pools),
             "Allocator.hub_guest_url": f"http://{GATEWAY}:8081/hub/api",
@@ -148,21 +155,26 @@ class Pool:
                 self.kill()
 
     @property
+    def ledger(self) -> Path:
+        """The allocator's database."""
+        return self.state / "ledger.sqlite"
+
+    @property
     def instance(self) -> str:
         """The installation's id, as it stands in every libvirt name."""
-        import sqlite3
-
-        with contextlib.closing(sqlite3.connect(self.folder / "ledger.sqlite")) as ledger:
+        with contextlib.closing(sqlite3.connect(self.ledger)) as ledger:
             return str(ledger.execute("SELECT instance FROM installation").fetchone()[0])
 
     # ------------------------------------------------------------------ verbs
 
-    async def add_host(self, text: str) -> None:
-        """Add the emulated host, or give it another declaration."""
+    async def add_host(
+        self, text: str, name: str | None = None, uri: str = "qemu:///system", cidr: str = CIDR
+    ) -> None:
+        """Add the emulated host, or give it another declaration; or add another one."""
+        if uri not in self.uris:
+            self.uris.append(uri)
         await self.client.add_host(
-            schema.AddHost(
-                name=self.host, uri="qemu:///system", cidr=CIDR, accel="tcg", emulated=text
-            )
+            schema.AddHost(name=name or self.host, uri=uri, cidr=cidr, accel="tcg", emulated=text)
         )
 
     async def acquire(
@@ -253,15 +265,23 @@ class Pool:
         assert len(found) == 1, found
         return found[0]
 
-    def virsh(self, *words: str) -> str:
+    def virsh(self, *words: str, uri: str = "qemu:///system") -> str:
         """What an admin would type."""
         return subprocess.run(
-            ["virsh", "-c", "qemu:///system", *words], check=True, capture_output=True, text=True
+            ["virsh", "-c", uri, *words], check=True, capture_output=True, text=True
         ).stdout
+
+    def domains(self) -> list[str]:
+        """Names of all domains that run on the pool's hosts, whoever they belong to."""
+        return [name for uri in self.uris for name in self.virsh("list", "--name", uri=uri).split()]
 
     def domain(self, lease_id: str) -> str:
         """The name of a lease's domain."""
         return f"gs-{self.instance}-lease-{lease_id[:8]}"
+
+    def service_domain(self, run_id: str) -> str:
+        """The name of a diagnosis' domain."""
+        return f"gs-{self.instance}-service-{run_id[:8]}"
 
     def kill_qemu(self, lease_id: str) -> None:
         """``kill -9`` of a lease's QEMU."""
@@ -273,17 +293,20 @@ class Pool:
         with contextlib.suppress(Exception):
             await self.client.close()
         self.stop()
+        for uri in self.uris:
+            self._remove_from(uri)
+
+    def _remove_from(self, uri: str) -> None:
         prefix = f"gs-{self.instance}"
-        for name in self.virsh("list", "--all", "--name").split():
+        for name in self.virsh("list", "--all", "--name", uri=uri).split():
             if name.startswith(prefix):
-                self.virsh("destroy", name)
-        for kind, verb in (("pool", "pool"), ("net", "net")):
-            for name in self.virsh(f"{kind}-list", "--all", "--name").split():
+                self.virsh("destroy", name, uri=uri)
+        for kind in ("pool", "net"):
+            for name in self.virsh(f"{kind}-list", "--all", "--name", uri=uri).split():
                 if name.startswith(prefix):
-                    with contextlib.suppress(subprocess.CalledProcessError):
-                        self.virsh(f"{verb}-destroy", name)
-                    with contextlib.suppress(subprocess.CalledProcessError):
-                        self.virsh(f"{verb}-undefine", name)
+                    for verb in ("destroy", "undefine"):
+                        with contextlib.suppress(subprocess.CalledProcessError):
+                            self.virsh(f"{kind}-{verb}", name, uri=uri)
 
 
 class Server:

@@ -5,10 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import os
-import signal
-import socket
-import struct
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
@@ -18,13 +14,13 @@ import libvirt
 import pytest
 import pytest_asyncio
 
-from deploy.libvirtd import LIBVIRTD_SOCKET
 from gpuspawner.host import probe, volumes
 from gpuspawner.host.accel import PORT, probe_spec
 from gpuspawner.host.api import HostError, HostTimeout, HostUnreachable, Image, ImageFile
 from gpuspawner.host.libvirt_host import LibvirtHost
 from tests.layers import wait_for_async
 from tests.unit.host_specs import CASES
+from tests.vm.daemon import Daemon
 from tests.vm.host_fixtures import (
     GATEWAY,
     HUB_PORT,
@@ -37,6 +33,7 @@ from tests.vm.host_fixtures import (
     opened,
     pools_folder,
 )
+from tests.vm.small_disk import small_disk
 
 pytestmark = [
     pytest.mark.usefixtures("libvirtd"),
@@ -303,12 +300,11 @@ async def test_kvm_that_hangs_or_aborts_is_not_taken(
 
 
 async def test_daemon_that_hangs_makes_the_host_unreachable_until_it_runs_again(
-    host: LibvirtHost, tiny: Image
+    host: LibvirtHost, tiny: Image, libvirtd: Daemon
 ) -> None:
     guest = TinyGuest(host, tiny, await host.survey(), 50)
     await guest.start()
-    daemon = _libvirtd_pid()
-    os.kill(daemon, signal.SIGSTOP)
+    libvirtd.freeze()
     try:
         for _ in range(3):
             with pytest.raises(HostTimeout, match="abandoned"):
@@ -318,7 +314,7 @@ async def test_daemon_that_hangs_makes_the_host_unreachable_until_it_runs_again(
             await host.guests()
         await asyncio.sleep(2)
     finally:
-        os.kill(daemon, signal.SIGCONT)
+        libvirtd.thaw()
     await wait_for_async(lambda: host.reachable, 60, "the host to be reachable again")
     assert [each.uuid for each in await host.guests()] == [guest.uuid]  # it has gone on
     await guest.ready()
@@ -336,18 +332,21 @@ async def test_home_on_memory_perhaps_without_direct_io(tiny: Image) -> None:
             assert await other.guest(guest.uuid) is not None
 
 
-async def test_full_disk_is_named(pools: Path) -> None:
+async def test_full_disk_is_named(pools: Path, libvirtd: Daemon) -> None:
+    """Also for a seed that is so small that libvirt itself says nothing."""
     place = pools / "small"
-    place.mkdir()
+    refused = r"no room .* pool gs-.*-emu5 at .* MiB are free"
     # libvirtd may have a mount namespace of its own.
-    inside = ("nsenter", "--target", str(_libvirtd_pid()), "--mount")
-    await _run(*inside, "mount", "-t", "tmpfs", "-o", "size=40m", "none", str(place))
-    try:
+    with small_disk(place, 40, libvirtd.enter) as disk:
         async with opened(make_host("emu5", place, cidr="10.236.0.0/24")) as other:
-            with pytest.raises(HostError, match=r"no room .* pool gs-.*-emu5 at .* MiB are free"):
+            disk.fill()
+            for size in (100, 400 << 10):
+                with pytest.raises(HostError, match=refused):
+                    await other.put_seed(str(uuid.uuid4()), b"x" * size)
+            disk.free()
+            await other.put_seed(str(uuid.uuid4()), b"x" * (400 << 10))
+            with pytest.raises(HostError, match=refused):
                 await other.put_seed(str(uuid.uuid4()), b"x" * (48 << 20))
-    finally:
-        await _run(*inside, "umount", "-l", str(place))
 
 
 async def test_removing_a_host_leaves_nothing(pools: Path) -> None:
@@ -383,12 +382,3 @@ async def _volumes(host: LibvirtHost) -> list[str]:
 async def _run(*command: str) -> None:
     process = await asyncio.create_subprocess_exec(*command)
     assert await process.wait() == 0
-
-
-def _libvirtd_pid() -> int:
-    """The daemon that answers: who listens on its socket."""
-    with socket.socket(socket.AF_UNIX) as client:
-        client.connect(str(LIBVIRTD_SOCKET))
-        peer = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    pid: int = struct.unpack("3i", peer)[0]
-    return pid

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import re
 import sys
 from pathlib import Path
 
 from gpuspawner.client import AllocatorProblem
 from tests.layers import wait_for_async
+from tests.vm.daemon import Daemon
+from tests.vm.picture import check_picture, seeds
 from tests.vm.pool import GPU, Pool, Server, declaration, pool_of
 
 STEPS = (
@@ -29,7 +29,7 @@ STEPS = (
 POINTS = [f"{when}:{step}" for step in STEPS for when in ("before", "after")]
 
 
-async def test_every_point(images_dir: Path, libvirtd: None, site_folder: Path) -> None:
+async def test_every_point(images_dir: Path, libvirtd: Daemon, site_folder: Path) -> None:
     """One user with one home lives through all of them; each start and stop of hers is cut
     somewhere else. What she fsynced stays, and the GPU always comes back through a diagnosis."""
     async with pool_of(site_folder / "pool", images_dir, diagnosis_attempts=30) as pool:
@@ -77,7 +77,7 @@ async def one_life(pool: Pool, start: str, point: str) -> None:
     await until("running")
     lease = await pool.client.lease(lease_id)
     assert await Server(pool, lease).ask("home/read", name="kept.txt") == b"fsynced", point
-    assert not list(pool.libvirt_pools.glob("*/*seed*")), f"{point}: a seed is left"
+    assert seeds(pool) == [], f"{point}: a seed is left"
     await check_picture(pool, point)
 
     async def released() -> bool:
@@ -104,17 +104,3 @@ async def one_life(pool: Pool, start: str, point: str) -> None:
     assert pool.deaths == deaths + 1, f"{point} was never reached"
     await check_picture(pool, point)
     assert (await pool.client.diagnoses(gpu=GPU))[0].outcome == "pass"
-
-
-async def check_picture(pool: Pool, point: str) -> None:
-    """Ledger and host agree: every VM has an owner, every GPU that is not free has one too."""
-    leases = {lease.id[:8]: lease for lease in await pool.client.leases()}
-    running = {run.id[:8] for run in await pool.client.diagnoses() if run.state == "running"}
-    for name in pool.virsh("list", "--name").split():
-        match = re.fullmatch(rf"gs-{pool.instance}-(lease|service)-([0-9a-f]{{8}})", name)
-        assert match, f"{point}: {name}"
-        assert match[2] in (leases if match[1] == "lease" else running), f"{point}: {name}"
-    for gpu in await pool.client.gpus():
-        owned = bool(gpu.lease_id) + bool(gpu.diagnosis_id)
-        held = gpu.state in ("reserved", "assigned", "diagnosing")
-        assert owned == (1 if held else 0), f"{point}: {json.dumps(gpu.model_dump(mode='json'))}"

@@ -11,6 +11,7 @@ import pytest
 
 from gpuspawner import schema
 from tests.layers import wait_for_async
+from tests.vm.daemon import Daemon
 from tests.vm.pool import GPU, Pool, declaration, pool_of
 from tests.vm.variants import build_variant
 
@@ -20,7 +21,7 @@ DEEP = 9 * 1024 * 1024  # beyond one chunk of the wipe
 
 
 @pytest.fixture
-async def pool(site_folder: Path, images_dir: Path, libvirtd: None):
+async def pool(site_folder: Path, images_dir: Path, libvirtd: Daemon):
     """A pool with one host of one GPU; no diagnosis has ended yet."""
     async with pool_of(site_folder / "pool", images_dir) as pool:
         yield pool
@@ -71,7 +72,7 @@ async def test_the_next_user_finds_nothing(pool: Pool) -> None:
 
 
 async def test_a_service_vm_that_only_claims_the_wipe(
-    site_folder: Path, images_dir: Path, libvirtd: None
+    site_folder: Path, images_dir: Path, libvirtd: Daemon
 ) -> None:
     """The test above can see: with an image that reports a wipe and does none, B reads A's data."""
     service = build(site_folder, "claims_wipe")
@@ -98,7 +99,7 @@ async def test_a_service_vm_that_only_claims_the_wipe(
     ],
 )
 async def test_service_vms_that_cannot_be_believed(
-    site_folder: Path, images_dir: Path, libvirtd: None, variant: str, why: str
+    site_folder: Path, images_dir: Path, libvirtd: Daemon, variant: str, why: str
 ) -> None:
     """They end inconclusive, then in quarantine; never does such a GPU become free."""
     async with pool_of(
@@ -117,7 +118,7 @@ async def test_service_vms_that_cannot_be_believed(
         assert gpu.dirty
 
 
-async def test_a_flipped_bit(site_folder: Path, images_dir: Path, libvirtd: None) -> None:
+async def test_a_flipped_bit(site_folder: Path, images_dir: Path, libvirtd: Daemon) -> None:
     """A bit of GPU memory flips between write and read: failed, with the place of the bit."""
     pause = "gpuspawner.pause=read_back:6"
     async with pool_of(site_folder / "pool", images_dir, cmdline=pause) as pool:
