@@ -350,9 +350,11 @@ class AllocatorClient:
         path = "limits/default" if kind == "default" else f"limits/{kind}/{_segment(name)}"
         await self._send("PUT", path, (204,), body=SetLimit(gpus=gpus, why=why))
 
-    async def audit(self) -> list[AuditEntry]:
-        """Who changed which limit, newest first."""
-        return (await self._call("GET", "audit", _Audit)).audit
+    async def audit(self, *, limit: int = 200, before: int | None = None) -> list[AuditEntry]:
+        """What admins did, newest first: at most ``limit`` lines (1000 at a time), older than the
+        line with the id ``before``."""
+        params = {"limit": str(limit)} | ({} if before is None else {"before": str(before)})
+        return (await self._call("GET", "audit", _Audit, params=params)).audit
 
     async def health(self) -> Health:
         """Whether the allocator works; also answered with HTTP 503 when it does not."""

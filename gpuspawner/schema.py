@@ -301,6 +301,7 @@ class ChangeHost(Strict):
     """``PATCH /hosts/NAME``."""
 
     drained: bool
+    reason: Why = Field(default="", description="For the audit")
 
 
 class GpuAction(Strict):
@@ -308,6 +309,9 @@ class GpuAction(Strict):
 
     action: Literal["enroll", "retest", "retire", "hold", "unhold"]
     reason: Why = ""
+    hold: Why | None = Field(
+        default=None, description="Which hold ``unhold`` takes away; all of them if absent"
+    )
 
 
 class Limit(Reply):
@@ -327,7 +331,8 @@ class SetLimit(Strict):
 
 
 class AuditEntry(Reply):
-    """One change of a limit: who, when, old, new, why."""
+    """One thing that an admin did: who, when, what, why. ``old`` and ``new`` are a limit's
+    values; null is no limit."""
 
     id: int
     at: datetime

@@ -312,10 +312,9 @@ def capacity_error(tx: Transaction, lease: LeaseRecord, refusal: Refusal) -> Api
     elif lease.request["gpus"] and not matching:
         text = f"The pool has no {model or 'GPU'}. Choose another profile."
     elif refusal.constraint == "gpu" and in_use == len(matching):
-        text = (
-            f"All {len(matching)} × {model or 'GPU'} are in use. Try again when somebody has "
-            "stopped, or choose another profile."
-        )
+        what = "GPUs" if model is None else f"× {model}"
+        which = f"All {in_use} {what} are" if in_use > 1 else f"The only {model or 'GPU'} is"
+        text = f"{which} in use. Try again when somebody has stopped, or choose another profile."
     elif refusal.constraint == "gpu":
         out = sum(
             1

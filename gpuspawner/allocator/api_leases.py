@@ -17,12 +17,13 @@ from gpuspawner.allocator.context import Context
 from gpuspawner.allocator.errors import ApiError, not_found
 from gpuspawner.allocator.lease_runner import LeaseRunners
 from gpuspawner.allocator.routes import Answer, Call, Route, number, reply_list
+from gpuspawner.ledger import audit as audit_ledger
 from gpuspawner.ledger import homes as home_ledger
 from gpuspawner.ledger import hosts as host_ledger
 from gpuspawner.ledger import leases as lease_ledger
 from gpuspawner.ledger.database import Transaction
 from gpuspawner.ledger.records import HostRecord, LeaseRecord
-from gpuspawner.pool.states import EndReason, LeaseState
+from gpuspawner.pool.states import OPEN_LEASES, EndReason, LeaseState
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,12 @@ class ForgetHome(schema.Strict):
 
     username: schema.UserName
     server_name: schema.ServerName = ""
+
+
+def stop_title(lease: LeaseRecord) -> str:
+    """What the audit calls the end of a lease by an admin."""
+    server = f", {lease.server_name}" if lease.server_name else ""
+    return f"stop server {lease.id} of {lease.username}{server}"
 
 
 class LeaseApi:
@@ -223,10 +230,18 @@ class LeaseApi:
         record = await self.visible(call.path["id"], call.principal)
         body: schema.EndLease = call.body
         why = f": {body.reason}" if body.reason else "."
-        lease = await self.ctx.ledger.write(
-            lease_ledger.stop, record.id, EndReason.ADMIN, f"Ended by an admin{why}", now_ms()
-        )
-        log.info("lease_ended_by_admin lease=%s by=%r", lease.id, call.principal.name)
+        by = call.principal.name
+
+        def write(tx: Transaction) -> LeaseRecord:
+            if lease_ledger.need(tx, record.id).state in OPEN_LEASES - {LeaseState.STOPPING}:
+                audit_ledger.add(tx, now_ms(), by, stop_title(record), body.reason)
+            return lease_ledger.stop(
+                tx, record.id, EndReason.ADMIN, f"Ended by an admin{why}", now_ms()
+            )
+
+        lease = await self.ctx.ledger.write(write)
+        self.ctx.signals.ring("audit")
+        log.info("lease_ended_by_admin lease=%s by=%r", lease.id, by)
         self._stirred(lease)
         return Answer(202, await self.show(lease))
 

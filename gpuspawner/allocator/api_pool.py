@@ -14,6 +14,7 @@ from gpuspawner.allocator.errors import ApiError, not_found
 from gpuspawner.allocator.hosts import HostKeeper
 from gpuspawner.allocator.routes import Answer, Call, Route, number, reply_list
 from gpuspawner.host.api import HostError
+from gpuspawner.ledger import audit as audit_ledger
 from gpuspawner.ledger import diagnoses as diagnosis_ledger
 from gpuspawner.ledger import gpus as gpu_ledger
 from gpuspawner.ledger import hosts as host_ledger
@@ -102,7 +103,9 @@ class PoolApi:
                 400, "bad-host", "Say which bridge guests go on ('bridge'), or use network 'nat'."
             )
         try:
-            new = await self.keeper.add(body.name, body.model_dump(mode="json"))
+            new = await self.keeper.add(
+                body.name, body.model_dump(mode="json"), call.principal.name
+            )
         except (HostError, ValueError) as error:
             raise ApiError(400, "bad-host", f"Host {body.name} was not added: {error}") from error
         log.info("host_added host=%s new=%s by=%r", body.name, new, call.principal.name)
@@ -112,10 +115,17 @@ class PoolApi:
         """Drain a host, or let it take leases again."""
         body: schema.ChangeHost = call.body
         name = call.path["name"]
-        if not await self.ctx.ledger.write(host_ledger.set_drained, name, body.drained):
-            raise not_found(f"host {name[:40]!r}")
+        verb = "drain" if body.drained else "undrain"
+
+        def write(tx: Transaction) -> None:
+            if not host_ledger.set_drained(tx, name, body.drained):
+                raise not_found(f"host {name[:40]!r}")
+            by = call.principal.name
+            audit_ledger.add(tx, now_ms(), by, f"{verb} host {name}", body.reason)
+
+        await self.ctx.ledger.write(write)
         log.info("host_drained host=%s drained=%s by=%r", name, body.drained, call.principal.name)
-        self.ctx.signals.ring("queue")
+        self.ctx.signals.ring("queue", "audit")
         return Answer(200, await self._host(name))
 
     async def check_host(self, call: Call) -> Answer:
@@ -203,13 +213,16 @@ class PoolApi:
                     f"GPU {address} is {gpu.state}; it cannot be asked to {body.action} now."
                     + (" End its lease first." if gpu.lease_id else ""),
                 ) from None
+            which = f": {body.hold or 'all holds'}" if body.action == "unhold" else ""
+            what = f"{body.action} GPU {host} {address}{which}"
+            audit_ledger.add(tx, now_ms(), call.principal.name, what, body.reason)
 
         await self.ctx.ledger.write(write)
         log.info(
             "gpu_action host=%s gpu=%s action=%s by=%r reason=%r",
             host, address, body.action, call.principal.name, body.reason,
         )  # fmt: skip
-        self.ctx.signals.ring("queue", f"gpus:{host}")
+        self.ctx.signals.ring("queue", f"gpus:{host}", "audit")
         shown = [gpu for gpu in await self._gpus() if (gpu.host, gpu.address) == (host, address)]
         return Answer(200, shown[0])
 
@@ -302,5 +315,13 @@ def _act(tx: Transaction, gpu: GpuRecord, body: schema.GpuAction, by: str) -> No
             if reason not in gpu.holds:
                 gpu_ledger.set_holds(tx, gpu, (*gpu.holds, reason))
         case "unhold":
-            kept = tuple(one for one in gpu.holds if body.reason and one != body.reason)
+            if body.hold is not None and body.hold not in gpu.holds:
+                held = ", ".join(repr(one) for one in gpu.holds) or "none"
+                raise ApiError(
+                    409,
+                    "no-such-hold",
+                    f"GPU {gpu.address} has no hold {body.hold!r}; its holds: {held}. Name one of "
+                    "them, or none to take all away.",
+                )
+            kept = tuple(one for one in gpu.holds if body.hold is not None and one != body.hold)
             gpu_ledger.set_holds(tx, gpu, kept)

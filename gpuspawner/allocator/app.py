@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from jupyterhub.services.auth import HubAuth
+from tornado import web
 from tornado.httpserver import HTTPServer
 from tornado.netutil import bind_sockets
 from traitlets import Enum, Float, Int, List, Unicode
@@ -217,17 +218,25 @@ class Allocator(Application):
         )
         lease_api = LeaseApi(context, runners, self.shared.hub_id)
         pool_api = PoolApi(context, keeper)
+        limit_api = LimitApi(context)
         site = make_site(
             context,
             lease_api,
             pool_api,
+            limit_api,
             hub_id=self.shared.hub_id,
             prefix=self._prefix(),
             hub_public_url=self.hub_public_url,
             hub_api_url=self.hub_api_url,
             hub_token=token,
         )
-        self._listen(stack, sockets, gatekeeper, context, lease_api, pool_api, page_routes(site))
+        routes = [*lease_api.routes(), *pool_api.routes(), *limit_api.routes()]
+        secret = cookie_secret(Path(self.shared.state_dir))
+        app = application(
+            self._prefix(), gatekeeper, context, lease_api, routes, pool_api.health,
+            page_routes(site), secret,
+        )  # fmt: skip
+        self._listen(stack, sockets, app)
         await keeper.open()
         await runners.resume()
         if token:
@@ -291,11 +300,7 @@ class Allocator(Application):
         self,
         stack: contextlib.AsyncExitStack,
         sockets: list[socket.socket],
-        gatekeeper: Gatekeeper,
-        context: Context,
-        lease_api: LeaseApi,
-        pool_api: PoolApi,
-        pages: list[Any],
+        app: web.Application,
     ) -> None:
         address = self._address()
         host = address.hostname or "127.0.0.1"
@@ -308,11 +313,6 @@ class Allocator(Application):
                 f"The allocator would listen on {host} without TLS. Set Allocator.certificate and "
                 "Allocator.key, or listen on 127.0.0.1."
             )
-        routes = [*lease_api.routes(), *pool_api.routes(), *LimitApi(context).routes()]
-        secret = cookie_secret(Path(self.shared.state_dir))
-        app = application(
-            self._prefix(), gatekeeper, context, lease_api, routes, pool_api.health, pages, secret
-        )
         server = HTTPServer(app, ssl_options=context_tls, max_body_size=MAX_BODY_BYTES)
         server.add_sockets(sockets)
 

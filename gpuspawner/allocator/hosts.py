@@ -15,6 +15,7 @@ from gpuspawner.allocator.context import Context
 from gpuspawner.allocator.diagnosis import abort_leftovers
 from gpuspawner.allocator.reclaim import Reclaimer
 from gpuspawner.host.api import GpuHost, HostError, HostTimeout, HostUnreachable
+from gpuspawner.ledger import audit as audit_ledger
 from gpuspawner.ledger import diagnoses as diagnosis_ledger
 from gpuspawner.ledger import gpus as gpu_ledger
 from gpuspawner.ledger import homes as home_ledger
@@ -78,15 +79,24 @@ class HostKeeper:
                 log.error("host_settings host=%s error=%s", host.name, error)
                 await self._set(host.name, "unreachable", f"Its settings cannot be used: {error}")
 
-    async def add(self, name: str, settings: dict[str, Any]) -> bool:
-        """Add a host or give it new settings; true if it is new. ``ValueError`` for settings that
-        make no driver; nothing is stored then, and a known host goes on as it was."""
+    async def add(self, name: str, settings: dict[str, Any], by: str) -> bool:
+        """Add a host or give it new settings, for an admin ``by`` whom the audit names; true if it
+        is new. ``ValueError`` for settings that make no driver; nothing is stored then, and a
+        known host goes on as it was."""
+
+        def write(tx: Transaction) -> bool:
+            new = host_ledger.add(tx, name, settings)
+            verb = "add" if new else "new settings of"
+            audit_ledger.add(tx, now_ms(), by, f"{verb} host {name}")
+            return new
+
         async with self._changing:
             known = await self.ctx.ledger.read(host_ledger.get, name)
             driver = self._make(name, settings, known)
-            new = await self.ctx.ledger.write(host_ledger.add, name, settings)
+            new = await self.ctx.ledger.write(write)
             await self._drop_task(name)
             self._keep(name, driver)
+            self.ctx.signals.ring("audit")
             return new
 
     def look_again(self, name: str) -> None:

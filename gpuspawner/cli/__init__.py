@@ -11,7 +11,18 @@ from __future__ import annotations
 
 import typer
 
-from gpuspawner.cli import backups, check, diagnoses, gpus, hosts, images, leases, limits, tokens
+from gpuspawner.cli import (
+    audit,
+    backups,
+    check,
+    diagnoses,
+    gpus,
+    hosts,
+    images,
+    leases,
+    limits,
+    tokens,
+)
 
 app = typer.Typer(
     name="gpuspawner",
@@ -23,6 +34,7 @@ app = typer.Typer(
 )
 app.command("check")(check.check)
 app.command("token")(tokens.token)
+app.command("audit")(audit.audit)
 app.command("backup")(backups.backup)
 app.command("restore")(backups.restore)
 app.add_typer(hosts.app, name="host")

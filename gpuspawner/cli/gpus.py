@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from gpuspawner.cli.common import Json, Reason, ago, ask, fail, plain, show_json, show_table
-from gpuspawner.schema import Gpu
+from gpuspawner.cli.common import Json, Reason, ago, ask, build, fail, plain, show_json, show_table
+from gpuspawner.schema import Gpu, GpuAction
 
 app = typer.Typer(help="The GPUs of the pool.", no_args_is_help=True)
 
@@ -76,9 +76,11 @@ def _act(
     address: str,
     reason: str,
     done: str,
+    which: str | None = None,
 ) -> None:
     where = full_address(address)
-    gpu = ask(lambda client: client.gpu_action(host, where, action, reason))
+    body = build(lambda: GpuAction(action=action, reason=reason, hold=which))
+    gpu = ask(lambda client: client.gpu_action(host, where, body))
     typer.echo(f"{gpu.host} {gpu.address}: {done}; state {gpu.state} {plain(_note(gpu))}".rstrip())
 
 
@@ -103,9 +105,16 @@ def hold(host: HostArgument, address: AddressArgument, reason: Reason = "") -> N
 
 
 @app.command()
-def unhold(host: HostArgument, address: AddressArgument, reason: Reason = "") -> None:
-    """Take a hold away."""
-    _act("unhold", host, address, reason, "no longer held")
+def unhold(
+    host: HostArgument,
+    address: AddressArgument,
+    which: Annotated[
+        str | None, typer.Option("--hold", help="Only this one, as 'gpu list' shows it.")
+    ] = None,
+    reason: Reason = "",
+) -> None:
+    """Take all holds away, or one of them."""
+    _act("unhold", host, address, reason, "hold taken away", which)
 
 
 @app.command()

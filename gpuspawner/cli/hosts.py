@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from gpuspawner.cli.common import Json, ask, build, fail, plain, show_json, show_table
+from gpuspawner.cli.common import Json, Reason, ask, build, fail, plain, show_json, show_table
 from gpuspawner.client import AllocatorClient, Finding
 from gpuspawner.schema import AddHost, ChangeHost, Host
 
@@ -121,16 +121,18 @@ async def wait_ready(client: AllocatorClient, name: str, wait_s: float) -> Host:
 
 
 @app.command()
-def drain(name: Name) -> None:
+def drain(name: Name, reason: Reason = "") -> None:
     """Place nothing more on a host; what runs there goes on."""
-    ask(lambda client: client.change_host(name, ChangeHost(drained=True)))
+    body = build(lambda: ChangeHost(drained=True, reason=reason))
+    ask(lambda client: client.change_host(name, body))
     typer.echo(f"{name}: drained; its servers go on until they are stopped")
 
 
 @app.command()
-def undrain(name: Name) -> None:
+def undrain(name: Name, reason: Reason = "") -> None:
     """Place servers on a host again."""
-    ask(lambda client: client.change_host(name, ChangeHost(drained=False)))
+    body = build(lambda: ChangeHost(drained=False, reason=reason))
+    ask(lambda client: client.change_host(name, body))
     typer.echo(f"{name}: in use again")
 
 

@@ -7,9 +7,11 @@ from typing import Annotated
 
 import typer
 
-from gpuspawner.cli.common import Json, ago, ask, fail, show_json, show_table
+from gpuspawner.cli.audit import audit
+from gpuspawner.cli.common import Json, ask, fail, show_json, show_table
 
 app = typer.Typer(help="How many GPUs users and groups may hold at once.", no_args_is_help=True)
+app.command("audit")(audit)
 
 Why = Annotated[str, typer.Option("--reason", "-r", help="Why; it stands in the audit for good.")]
 Name = Annotated[str, typer.Argument(help="The user or group; nothing for the default.")]
@@ -53,20 +55,6 @@ def clear(kind: Kind, name: Name = "", reason: Why = "") -> None:
     _check(kind, name, reason)
     ask(lambda client: client.set_limit(kind, name, None, reason))
     typer.echo(f"limit {kind} {name}".rstrip() + ": none")
-
-
-@app.command()
-def audit(json: Json = False) -> None:
-    """Show who changed which limit, when and why, newest first."""
-    entries = ask(lambda client: client.audit())
-    if json:
-        show_json(entries)
-        return
-    show_table(
-        ("age", "who", "what", "old", "new", "why"),
-        ((ago(one.at), one.who, one.what, one.old, one.new, one.why) for one in entries),
-        "No limit was ever changed.",
-    )
 
 
 def _check(kind: Kind, name: str, reason: str) -> None:

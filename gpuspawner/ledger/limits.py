@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import sqlalchemy as sa
 from sqlalchemy import Connection
 
+from gpuspawner.ledger import audit as audit_ledger
 from gpuspawner.ledger import tables as t
 from gpuspawner.pool.quota import Holding, Limits
 from gpuspawner.pool.states import LeaseState
@@ -22,7 +21,7 @@ def load(tx: Connection) -> Limits:
     return Limits(default, by_kind["user"], by_kind["group"])
 
 
-def holdings(tx: Connection, besides: tuple[str, str, str]) -> list[Holding]:
+def holdings(tx: Connection, besides: tuple[str, str, str] | None = None) -> list[Holding]:
     """What all open leases hold, except those of one server."""
     rows = tx.execute(sa.select(t.leases).where(t.leases.c.state != LeaseState.ENDED))
     return [
@@ -30,6 +29,11 @@ def holdings(tx: Connection, besides: tuple[str, str, str]) -> list[Holding]:
         for row in rows
         if (row.hub_id, row.username, row.server_name) != besides
     ]
+
+
+def title(kind: str, name: str) -> str:
+    """What the audit calls a limit."""
+    return f"limit {kind} {name}".rstrip()
 
 
 def put(
@@ -41,19 +45,4 @@ def put(
     tx.execute(t.limits.delete().where(*where))
     if gpus is not None:
         tx.execute(t.limits.insert().values(kind=kind, name=name, gpus=gpus))
-    tx.execute(
-        t.audit.insert().values(
-            at_ms=now_ms,
-            who=who,
-            what=f"limit {kind} {name}".rstrip(),
-            old=old,
-            new=gpus,
-            why=why,
-        )
-    )
-
-
-def audit(tx: Connection, limit: int) -> list[dict[str, Any]]:
-    """The newest changes first."""
-    rows = tx.execute(sa.select(t.audit).order_by(t.audit.c.id.desc()).limit(limit))
-    return [dict(row._mapping) for row in rows]
+    audit_ledger.add(tx, now_ms, who, title(kind, name), why, old=old, new=gpus)

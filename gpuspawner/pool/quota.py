@@ -30,6 +30,17 @@ class Holding:
 
 
 @dataclass(frozen=True, slots=True)
+class Standing:
+    """Where somebody stands: GPUs held of a limit. ``limit`` of ``None`` is no limit; ``name`` is
+    the user or the group."""
+
+    kind: str
+    name: str
+    limit: int | None
+    held: int
+
+
+@dataclass(frozen=True, slots=True)
 class Excess:
     """A limit that a request would break. ``kind`` is ``user`` or ``group``; ``held`` are the GPUs
     held already, of ``limit``."""
@@ -61,6 +72,30 @@ class Excess:
         )
 
 
+def held(holdings: Sequence[Holding], kind: str, name: str) -> int:
+    """The GPUs that a ``user``, or all members of a ``group``, hold."""
+    return sum(
+        holding.gpus
+        for holding in holdings
+        if (name == holding.username if kind == "user" else name in holding.groups)
+    )
+
+
+def standing(
+    limits: Limits, holdings: Sequence[Holding], username: str, groups: Sequence[str]
+) -> tuple[Standing, ...]:
+    """A user's own limit first, then those of her groups that have one, by name."""
+    own = limits.users.get(username, limits.default)
+    return (
+        Standing("user", username, own, held(holdings, "user", username)),
+        *(
+            Standing("group", group, limits.groups[group], held(holdings, "group", group))
+            for group in sorted(set(groups))
+            if group in limits.groups
+        ),
+    )
+
+
 def excess(
     limits: Limits,
     holdings: Sequence[Holding],
@@ -76,17 +111,13 @@ def excess(
     """
     if gpus == 0:
         return None
-    own = limits.users.get(username, limits.default)
-    mine = [holding for holding in holdings if holding.username == username and holding.gpus]
-    held = sum(holding.gpus for holding in mine)
-    if own is not None and held + gpus > own:
-        servers = tuple(sorted(holding.server_name for holding in mine))
-        return Excess("user", username, own, held, gpus, servers)
-    for group in sorted(set(groups)):
-        limit = limits.groups.get(group)
-        if limit is None:
+    for one in standing(limits, holdings, username, groups):
+        if one.limit is None or one.held + gpus <= one.limit:
             continue
-        held = sum(holding.gpus for holding in holdings if group in holding.groups)
-        if held + gpus > limit:
-            return Excess("group", group, limit, held, gpus)
+        servers = sorted(
+            holding.server_name
+            for holding in holdings
+            if one.kind == "user" and holding.username == username and holding.gpus
+        )
+        return Excess(one.kind, one.name, one.limit, one.held, gpus, tuple(servers))
     return None

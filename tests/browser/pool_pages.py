@@ -126,7 +126,7 @@ class PoolPages:
         )  # fmt: skip
         for user, server, gpus in (("grace", "", 1), ("katherine", "training run", 2)):
             body = acquire_body(user, f"start-{user}", server, gpus=gpus, cores=2, memory_mib=8192)
-            lease = await client.acquire(body)
+            lease = await client.acquire(body.model_copy(update={"groups": ["sar-lab"]}))
             await lease_in(client, lease.id, "running")
         free = [
             g.address for g in await client.gpus() if g.state == "unassigned" and g.host == one.name
@@ -139,6 +139,9 @@ class PoolPages:
         await self._act(one.name, free[2], "hold", "fan is being swapped (root)")
         await client.change_host("gpu-host-2", schema.ChangeHost(drained=True))
         self.failed, self.diagnosing, self.held = free[0], free[1], free[2]
+        await client.set_limit("default", "", 2, "a small pool until the new hosts are there")
+        await client.set_limit("group", "sar-lab", 3, "what the group has paid for")
+        await client.set_limit("user", "katherine", 4, "trains the ice model, until March")
 
     async def _act(self, host: str, address: str, action: Any, reason: str) -> None:
         await self.client.gpu_action(host, address, action, reason)
@@ -167,6 +170,10 @@ class PoolPages:
 
         return self.loop.call(run())
 
+    def user(self, name: str, *groups: str) -> None:
+        """One more account."""
+        self.loop.call(self.hub.add_user(name, *groups))
+
     def stop(self) -> None:
         """All of it."""
         self.loop.call(self._close())
@@ -178,3 +185,13 @@ class PoolPages:
         for world in self.site.worlds.values():
             await world.close()
             WORLDS.pop(world.name, None)
+
+
+class LastGpu(PoolPages):
+    """A pool that has one GPU, and two users."""
+
+    async def _hosts(self) -> None:
+        self.site.world("gpu-host-4", gpus=1)
+        await self.site.add_host(self.client, 4, "gpu-host-4")
+        for name in ("emmy", "lise"):
+            await self.hub.add_user(name)

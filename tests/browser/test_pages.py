@@ -207,7 +207,9 @@ def test_by_keyboard(browser: Browser, pool: PoolPages) -> None:
     page.keyboard.press("Enter")
     dialog = page.locator("#gs-dialog")
     expect(dialog).to_be_visible()
-    page.keyboard.press("Shift+Tab")
+    expect(dialog.get_by_label("Reason")).to_be_focused()
+    page.keyboard.type("fans are swapped")
+    page.keyboard.press("Tab")
     expect(dialog.get_by_role("button", name="Drain")).to_be_focused()
     page.keyboard.press("Enter")
     expect(page.locator("#gs-flash")).to_contain_text(f"Host {HOST} takes no new servers")
@@ -215,6 +217,92 @@ def test_by_keyboard(browser: Browser, pool: PoolPages) -> None:
     page.get_by_role("link", name=f"Undrain: {HOST}").press("Enter")
     dialog.get_by_role("button", name="Undrain").press("Enter")
     expect(page.locator("#gs-flash")).to_contain_text("takes servers again")
+
+
+def test_limits(browser: Browser, pool: PoolPages) -> None:
+    """Seen, set, changed and removed by keyboard; a second admin's page follows."""
+    pool.user("root2", "gpu-admins")
+    other = log_in(browser, pool, "root2")
+    other.goto(pool.url + PREFIX + "admin/limits")
+    live(other)
+    page = log_in(browser, pool, "root")
+    page.get_by_role("link", name="Limits").press("Enter")
+    live(page)
+    group = page.locator('[data-key="group-sar-lab"]')
+    expect(group).to_contain_text("3 (full)")
+    expect(group).to_contain_text("what the group has paid for")
+    shoot(page, "limits")
+    no_sideways(page)
+
+    page.get_by_role("link", name="Limit a user").press("Enter")
+    dialog = page.locator("#gs-dialog")
+    expect(dialog.get_by_label("Name of the user")).to_be_focused()
+    page.keyboard.type("ada")
+    page.keyboard.press("Tab")
+    page.keyboard.type("1")
+    page.keyboard.press("Tab")
+    page.keyboard.type("a first try <b>")
+    shoot(page, "limit-user")
+    page.keyboard.press("Enter")
+    expect(page.locator("#gs-flash")).to_contain_text("User ada: at most 1 GPU at once.")
+    expect(page.locator("#gs-flash")).to_be_focused()
+    row = page.locator('[data-key="user-ada"]')
+    expect(row).to_contain_text("root: a first try <b>")
+    expect(other.locator('[data-key="user-ada"]')).to_contain_text("a first try")
+
+    row.get_by_role("link", name="Change").press("Enter")
+    expect(dialog.get_by_label("GPUs at once")).to_have_value("1")
+    dialog.get_by_label("GPUs at once").fill("2")
+    dialog.get_by_role("button", name="Set").press("Enter")  # without a reason nothing is sent
+    expect(dialog).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(row.get_by_role("link", name="Change")).to_be_focused()
+
+    row.get_by_role("link", name="Remove").press("Enter")
+    expect(dialog).to_contain_text("The default then holds for her: 2 GPUs at once.")
+    page.keyboard.type("it went well")
+    shoot(page, "limit-remove")
+    page.keyboard.press("Enter")
+    expect(page.locator("#gs-flash")).to_contain_text("User ada: the limit is removed.")
+    expect(row).to_have_count(0)
+    expect(other.locator('[data-key="user-ada"]')).to_have_count(0)
+
+
+def test_the_audit(browser: Browser, pool: PoolPages) -> None:
+    """Newest first and live; older lines are a key away."""
+    page = log_in(browser, pool, "root")
+    page.get_by_role("link", name="Audit").press("Enter")
+    live(page)
+    for number in range(60):
+        pool.do(pool.client.set_limit("group", "course", number, f"seat {number}"))
+    expect(page.locator("tbody tr").first).to_contain_text("58 → 59")
+    expect(page.locator("tbody tr").first).to_contain_text("seat 59")
+    shoot(page, "audit")
+    no_sideways(page)
+    page.get_by_role("link", name="Older").press("Enter")
+    expect(page.locator("main")).to_contain_text("add host gpu-host-1")
+    expect(page.locator("main")).not_to_contain_text("seat 59")
+    expect(page.locator("main")).to_contain_text("fan is being swapped")
+    shoot(page, "audit-older")
+    page.get_by_role("link", name="Newest").press("Enter")
+    expect(page.locator("main")).to_contain_text("seat 59")
+    pool.do(pool.client.set_limit("group", "course", None, "the course is over"))
+
+
+def test_a_user_at_her_limit(browser: Browser, pool: PoolPages) -> None:
+    """What she holds of it follows what she does, and she reads what to do."""
+    pool.user("maria", "sar-lab")
+    page = log_in(browser, pool, "maria", PHONE)
+    live(page)
+    limit = page.locator('[data-part="limit"]')
+    expect(limit).to_contain_text("You hold 0 of the 2 GPUs that you may hold at once.")
+    expect(limit).to_contain_text("your group sar-lab hold 3 of the 3 GPUs")
+    expect(limit).to_contain_text("To start one more, one of them has to stop.")
+    shoot(page, "user-limit-phone")
+    no_sideways(page)
+    pool.do(pool.client.set_limit("group", "sar-lab", 9, "a test"))
+    expect(limit).to_contain_text("your group sar-lab hold 3 of the 9 GPUs")
+    pool.do(pool.client.set_limit("group", "sar-lab", 3, "a test"))
 
 
 def test_it_says_when_it_is_not_live(browser: Browser, pool: PoolPages) -> None:
@@ -253,6 +341,11 @@ PLACES = {
     "gpu": "admin/gpus/gpu-host-1/{failed}",
     "question": "admin/gpus/gpu-host-1/{failed}/retire",
     "missing": "nothing-here",
+    "limits": "admin/limits",
+    "limit-user": "admin/limits/user/set",
+    "limit-remove": "admin/limits/user/clear?name=katherine",
+    "audit": "admin/audit",
+    "audit-older": "admin/audit?before=4",
 }
 
 

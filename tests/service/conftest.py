@@ -7,9 +7,10 @@ from collections.abc import Iterator
 import pytest
 
 from tests.service.hub_fixtures import allocator, guest_port, hub
+from tests.service.page_site import pages
 from tests.service.postgres import Cluster, cluster
 
-__all__ = ["allocator", "guest_port", "hub"]
+__all__ = ["allocator", "guest_port", "hub", "pages"]
 
 
 @pytest.fixture(scope="session")

@@ -147,7 +147,7 @@ async def test_the_last_gpu_and_the_reason_why_not(site: Site) -> None:
         for error in refused:
             assert error.status == 503
             assert error.refusal.constraint == "gpu"
-            assert error.refusal.message.startswith("All 2 × GPU are in use.")
+            assert error.refusal.message.startswith("All 2 GPUs are in use.")
 
 
 async def test_waiting_for_a_gpu_that_is_being_wiped(site: Site) -> None:

@@ -3,83 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
 import stat
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import pytest_asyncio
-
 from gpuspawner import schema
-from gpuspawner.client import AllocatorClient
 from tests.layers import wait_for_async
-from tests.service.front import NAVIGATE, SCRIPT, Front, Seen, Visitor, visitor
-from tests.service.harness import Site, acquire_body, gpu_in, lease_in
+from tests.service.front import NAVIGATE, SCRIPT, Front, visitor
+from tests.service.harness import Site, gpu_in, lease_in
+from tests.service.page_site import PAGE, Pages, confirm
 from tests.service.real_hub import PASSWORD, RealHub
-from tests.service.scripted import WORLDS, World, encode, report
+from tests.service.scripted import encode, report
 
-PAGE = "/services/gpu/"
 ADDRESS = "0000:40:00.0"
 GPU = f"{PAGE}admin/gpus/h1/{ADDRESS}"
 NASTY = "\"><script>alert(1)</script><img src=x onerror=alert(2)>'{{7*7}}"
-
-
-class Pages:
-    """One allocator behind one front, with a host in its pool."""
-
-    def __init__(self, site: Site, hub: RealHub, front: Front, client: AllocatorClient) -> None:
-        self.site = site
-        self.hub = hub
-        self.front = front
-        self.client = client
-
-    @property
-    def world(self) -> World:
-        """The host."""
-        return self.site.worlds["h1"]
-
-    @contextlib.asynccontextmanager
-    async def user(self, name: str, *groups: str) -> AsyncIterator[Visitor]:
-        """Somebody who is logged in."""
-        await self.hub.add_user(name, *groups)
-        async with visitor(self.front.url) as one:
-            page = await one.log_in(name, PASSWORD)
-            assert page.status == 200, page.text
-            assert page.url == self.front.url + PAGE
-            yield one
-
-    async def lease(self, user: str, server: str = "", start: str = "start-0001") -> schema.Lease:
-        """A running lease that the hub knows nothing of."""
-        lease = await self.client.acquire(acquire_body(user, start, server))
-        return await lease_in(self.client, lease.id, "running")
-
-
-@pytest_asyncio.fixture
-async def pages(hub: RealHub, tmp_path: Path) -> AsyncIterator[Pages]:
-    """The allocator where the hub expects it, with one host whose two GPUs are free."""
-    site = Site(tmp_path, hub_api_url=hub.url + "api")
-    (tmp_path / "service.token").write_text("s" * 40)
-    site.port = hub.allocator_port
-    site.url = f"http://127.0.0.1:{site.port}{PAGE}"
-    site.world("h1")
-    async with (
-        site.running() as client,
-        Front(hub.port, hub.allocator_port).running() as front,
-    ):
-        await site.add_host(client, 1)
-        yield Pages(site, hub, front, client)
-    await WORLDS["h1"].close()
-
-
-async def confirm(who: Visitor, url: str, **fields: str) -> Seen:
-    """Open a question and answer it; the page that follows."""
-    question = await who.get(url)
-    assert question.status == 200, question.text
-    done = await who.post(url, {"_xsrf": question.xsrf, **fields})
-    assert done.status == 303, done.text
-    return await who.get(done.headers["Location"])
 
 
 # ------------------------------------------------------------------ who may

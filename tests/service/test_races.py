@@ -39,7 +39,7 @@ async def test_two_users_ask_for_the_last_gpu(site: Site) -> None:
             leases = [one for one in results if isinstance(one, schema.Lease)]
             refused = [one for one in results if isinstance(one, AllocatorError)]
             assert (len(leases), len(refused)) == (1, 1), results
-            assert refused[0].refusal.message.startswith("All 1 × GPU are in use.")
+            assert refused[0].refusal.message.startswith("The only GPU is in use.")
             await client.release(schema.ReleaseLease(username=leases[0].username, start_id=start))
             await lease_in(client, leases[0].id, "ended")
             await gpu_in(client, GPU, "unassigned")

@@ -205,6 +205,21 @@ def test_limits(allocator: Allocator) -> None:
     assert "Name the user" in run("limit", "clear", "group", "-r", "x").stderr
 
 
+@pytest.mark.parametrize("words", [["audit"], ["limit", "audit"]])
+def test_audit(allocator: Allocator, words: list[str]) -> None:
+    line = {"id": 7, "at": "2026-11-30T20:00:00Z", "who": "root", "what": "drain host lab-1",
+            "old": None, "new": None, "why": "a fan"}  # fmt: skip
+    allocator.lay("GET", "audit?limit=200", {"audit": [line]})
+    allocator.lay("GET", "audit?limit=1&before=8", {"audit": [line]})
+    shown = run(*words).stdout
+    for text in ("root", "drain host lab-1", "a fan"):
+        assert text in shown
+    older = run(*words, "--limit", "1", "--before", "8")
+    assert "drain host lab-1" in older.stdout
+    assert "--before 7" in older.stderr
+    assert run(*words, "--limit", "0").exit_code == 2
+
+
 def test_diagnosis_list_and_show(allocator: Allocator) -> None:
     allocator.lay("GET", "diagnoses", {"diagnoses": [diagnosis()]})
     allocator.lay("GET", "diagnoses?host=lab-1&gpu=0000:41:00.0", {"diagnoses": [diagnosis()]})
@@ -235,8 +250,17 @@ def test_gpu_verbs(allocator: Allocator, verb: str) -> None:
     allocator.lay("POST", path, gpu(state="diagnosing"), 202)
     result = run("gpu", verb, "lab-1", "41:00.0", "--reason", "why not")
     assert result.exit_code == 0, result.output
-    assert allocator.asked[-1][2] == {"action": verb, "reason": "why not"}
+    assert allocator.asked[-1][2] == {"action": verb, "reason": "why not", "hold": None}
     assert "diagnosing" in result.stdout
+
+
+def test_one_hold_of_several_is_taken_away(allocator: Allocator) -> None:
+    path = "gpus/lab-1/0000:41:00.0/action"
+    allocator.lay("POST", path, gpu(holds=["other"]))
+    result = run("gpu", "unhold", "lab-1", "41:00.0", "--hold", "fan", "-r", "swapped")
+    assert result.exit_code == 0, result.output
+    assert allocator.asked[-1][2] == {"action": "unhold", "reason": "swapped", "hold": "fan"}
+    assert "held: other" in result.stdout
 
 
 def test_holding_needs_a_reason(allocator: Allocator) -> None:
@@ -284,9 +308,12 @@ def test_a_host_that_cannot_be_reached_is_a_failure(allocator: Allocator) -> Non
 
 def test_host_drain_and_back(allocator: Allocator) -> None:
     allocator.lay("PATCH", "hosts/lab-1", host(drained=True))
-    assert run("host", "drain", "lab-1").exit_code == 0
+    assert run("host", "drain", "lab-1", "-r", "a fan").exit_code == 0
     assert run("host", "undrain", "lab-1").exit_code == 0
-    assert [body for _, _, body in allocator.asked] == [{"drained": True}, {"drained": False}]
+    assert [body for _, _, body in allocator.asked] == [
+        {"drained": True, "reason": "a fan"},
+        {"drained": False, "reason": ""},
+    ]
 
 
 def test_host_check_fails_with_an_error_only(allocator: Allocator) -> None:

@@ -112,7 +112,7 @@ def test_witness_shows_what_changed() -> None:
 def test_where_the_hub_is(prefix: str, public: str, hub: str, base: str, origin: str) -> None:
     nothing: Any = None
     site = make_site(
-        nothing, nothing, nothing, hub_id="hub", prefix=prefix, hub_public_url=public,
+        nothing, nothing, nothing, nothing, hub_id="hub", prefix=prefix, hub_public_url=public,
         hub_api_url="http://127.0.0.1:8081/hub/api", hub_token=None,
     )  # fmt: skip
     assert (site.urls.hub, site.urls.base, site.hub_origin) == (hub, base, origin)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpuspawner.pool.quota import Holding, Limits, excess
+from gpuspawner.pool.quota import Holding, Limits, Standing, excess, standing
 
 NONE = Limits(None, {}, {})
 ADA = Holding("ada", "train", ("sar",), 2)
@@ -30,6 +30,16 @@ def test_limits(limits: Limits, gpus: int, kind: str | None) -> None:
     """Ada is in ``sar`` and holds two GPUs; Bob, in ``sar`` and ``sea``, one."""
     found = excess(limits, [ADA, BOB], username="ada", groups=["sar"], gpus=gpus)
     assert (None if found is None else found.kind) == kind
+
+
+def test_where_a_user_stands() -> None:
+    """Her own limit, or that she has none, and those of her groups that have one."""
+    limits = Limits(5, {"ada": 4}, {"sar": 3, "other": 1})
+    assert standing(limits, [ADA, BOB], "ada", ["sea", "sar"]) == (
+        Standing("user", "ada", 4, 2),
+        Standing("group", "sar", 3, 3),
+    )
+    assert standing(NONE, [ADA, BOB], "eve", ["sar"]) == (Standing("user", "eve", None, 0),)
 
 
 def test_the_sentences_name_numbers_and_a_way_out() -> None:

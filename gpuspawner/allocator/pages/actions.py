@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpuspawner import schema
+from gpuspawner.allocator.api_leases import stop_title
 from gpuspawner.allocator.clock import now_ms
 from gpuspawner.allocator.pages import data
 from gpuspawner.allocator.pages.base import Page, PageError, not_there
 from gpuspawner.allocator.pages.hub import HubSilent, Said
 from gpuspawner.allocator.pages.looks import GPU_ACTION_TEXTS
 from gpuspawner.allocator.routes import Call
+from gpuspawner.ledger import audit as audit_ledger
 from gpuspawner.ledger import gpus as gpu_ledger
 from gpuspawner.ledger import hosts as host_ledger
 from gpuspawner.ledger import leases as lease_ledger
@@ -26,12 +28,26 @@ from gpuspawner.pool.states import LeaseState
 log = logging.getLogger(__name__)
 
 _LONGEST_REASON = 400
+_LONGEST_HOLD = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One thing that is asked for, as an HTML input of type ``kind`` (``text``, ``number``,
+    ``hidden``), or as a choice if there are ``options`` of (value, text). ``known`` are values to
+    choose from while typing."""
+
+    name: str
+    label: str = ""
+    value: str = ""
+    kind: str = "text"
+    options: tuple[tuple[str, str], ...] = ()
+    known: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is asked before something is done. ``reason``: ``needed``, ``welcome`` or ``none``;
-    ``choices`` are (value, text) of a choice that has to be made."""
+    """What is asked before something is done. ``reason``: ``needed``, ``welcome`` or ``none``."""
 
     title: str
     what: str
@@ -40,7 +56,7 @@ class Question:
     back: str
     reason: str = "none"
     grave: bool = False
-    choices: tuple[tuple[str, str], ...] = ()
+    fields: tuple[Field, ...] = ()
 
 
 class Action(Page):
@@ -54,12 +70,20 @@ class Action(Page):
             400 if problem else 200,
             question=question,
             problem=problem,
-            given=self.get_body_argument("reason", ""),
+            given={
+                name: self.get_body_argument(name, "", strip=False)
+                for name in self.request.body_arguments
+            },
         )
+
+    def given(self, name: str) -> str:
+        """What a field was answered with, on one line and fit to be stored."""
+        text = self.get_body_argument(name, "", strip=False)
+        return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
     def reason(self) -> str:
         """The reason that was given, on one line."""
-        return " ".join(self.get_body_argument("reason", "").split())[:_LONGEST_REASON]
+        return self.given("reason")[:_LONGEST_REASON]
 
     def answered(self, question: Question) -> bool:
         """Everything that was asked for is there; otherwise the question is asked again."""
@@ -222,6 +246,7 @@ class StopAny(StopServer):
             await self._tell(lease, by.name)
             said = await self.hub_stop(lease, None)
             if not said.ok:
+                await self._audit(lease, by.name, f"JupyterHub refused: {said.message}")
                 raise _refused(said)
             self.say(f"JupyterHub is stopping {_name_of(lease)}.")
         else:
@@ -245,9 +270,15 @@ class StopAny(StopServer):
             fresh = lease_ledger.need(tx, lease.id)
             text = f"{by} (an admin) stops this server: {self.reason()}"
             lease_ledger.add_event(tx, fresh, now_ms(), "progress", 100, text)
+            audit_ledger.add(tx, now_ms(), by, stop_title(lease), self.reason())
 
         await self.site.context.ledger.write(write)
-        self.site.context.signals.ring(f"events:{lease.id}")
+        self.site.context.signals.ring(f"events:{lease.id}", "audit")
+
+    async def _audit(self, lease: LeaseRecord, by: str, why: str) -> None:
+        what = f"not done: {stop_title(lease)}"
+        await self.site.context.ledger.write(audit_ledger.add, now_ms(), by, what, why)
+        self.site.context.signals.ring("audit")
 
 
 # ------------------------------------------------------------------ hosts
@@ -270,6 +301,7 @@ class Drain(Action):
                 "stopped.",
                 button="Drain",
                 back=back,
+                reason="welcome",
             )
         return Question(
             title="Let this host take servers again?",
@@ -277,6 +309,7 @@ class Drain(Action):
             effect="Its free GPUs may be given out at once.",
             button="Undrain",
             back=back,
+            reason="welcome",
         )
 
     async def get(self, host: str, verb: str) -> None:
@@ -288,7 +321,7 @@ class Drain(Action):
         """Do it."""
         by = self.visitor
         question = await self._question(host, verb)
-        body = schema.ChangeHost(drained=verb == "drain")
+        body = schema.ChangeHost(drained=verb == "drain", reason=self.reason())
         await self.site.pool.change_host(Call(by, {"name": host}, {}, body))
         taken = "takes no new servers" if body.drained else "takes servers again"
         self.say(f"Host {host} {taken}.")
@@ -311,20 +344,23 @@ class ActOnGpu(Action):
 
     def _question(self, gpu: GpuRecord, action: str) -> Question:
         text = GPU_ACTION_TEXTS[action]
-        choices: tuple[tuple[str, str], ...] = ()
-        if action == "unhold":
-            choices = tuple((hold, hold) for hold in gpu.holds)
-            if len(choices) > 1:
-                choices = (("", "All of them"), *choices)
+        fields: tuple[Field, ...] = ()
+        effect = text.effect
+        if action == "unhold" and len(gpu.holds) > 1:
+            options = (("", "All of them"), *((hold, hold) for hold in gpu.holds))
+            fields = (Field("choice", "Which one", options=options),)
+        elif action == "unhold" and gpu.holds:
+            fields = (Field("choice", value=gpu.holds[0], kind="hidden"),)
+            effect = f"The hold: {gpu.holds[0]}. {effect}"
         return Question(
             title=text.title,
             what=f"{gpu.model} at {gpu.address} on {gpu.host}",
-            effect=text.effect,
+            effect=effect,
             button=text.button,
             back=self.site.urls.gpu(gpu.host, gpu.address),
             reason=text.reason,
             grave=text.grave,
-            choices=choices,
+            fields=fields,
         )
 
     async def get(self, host: str, address: str, action: str) -> None:
@@ -339,13 +375,16 @@ class ActOnGpu(Action):
         question = self._question(gpu, action)
         if not self.answered(question):
             return
-        reason = self.reason()
+        reason, hold = self.reason(), None
         if action == "hold":
             # Holds have no column for who made them, and whoever sees one asks.
-            reason = f"{reason} ({by.name})"
+            reason = f"{reason} ({by.name})"[:_LONGEST_HOLD]
         elif action == "unhold":
-            reason = self.get_body_argument("choice", "", strip=False)
-        body = schema.GpuAction(action=action, reason=reason)
+            hold = self.get_body_argument("choice", "", strip=False) or None
+            if hold is not None and hold not in gpu.holds:
+                self.ask(question, "This hold is gone. Look at those that are left.")
+                return
+        body = schema.GpuAction(action=action, reason=reason, hold=hold)
         await self.site.pool.act(Call(by, {"host": host, "address": address}, {}, body))
         self.say(f"GPU {gpu.address} on {gpu.host}: {GPU_ACTION_TEXTS[action].done}")
         self.go(question.back)

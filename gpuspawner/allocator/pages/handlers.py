@@ -14,13 +14,16 @@ from gpuspawner.allocator import views
 from gpuspawner.allocator.clock import moment
 from gpuspawner.allocator.pages import data, details
 from gpuspawner.allocator.pages.base import Page, PageError, not_there
+from gpuspawner.allocator.pages.limit_data import standing_line
 from gpuspawner.allocator.pages.site import Site
 from gpuspawner.ledger import diagnoses as diagnosis_ledger
 from gpuspawner.ledger import gpus as gpu_ledger
 from gpuspawner.ledger import hosts as host_ledger
 from gpuspawner.ledger import leases as lease_ledger
+from gpuspawner.ledger import limits as limit_ledger
 from gpuspawner.ledger.database import Transaction
 from gpuspawner.ledger.records import HostRecord, LeaseRecord
+from gpuspawner.pool.quota import standing
 from gpuspawner.pool.states import LeaseState
 
 _RUNS = 12
@@ -55,16 +58,17 @@ class PartsPage(Page):
 
 
 class UserPage(PartsPage):
-    """``/``: a user's servers, why the last one ended, and what is free."""
+    """``/``: a user's servers and limits, why the last one ended, and what is free."""
 
     template = "user.html"
-    parts = ("mine", "counts")
+    parts = ("limit", "mine", "counts")
 
     async def get(self) -> None:
         """The page, or a part of it."""
-        await self.send(self._read, self.visitor.name)
+        name = self.visitor.name
+        await self.send(self._read, name, tuple(self.current_user.get("groups") or ()))
 
-    def _read(self, tx: Transaction, username: str) -> dict[str, Any]:
+    def _read(self, tx: Transaction, username: str, groups: tuple[str, ...]) -> dict[str, Any]:
         site = self.site
         hosts = {host.name: host for host in host_ledger.every(tx)}
         records = [
@@ -78,7 +82,9 @@ class UserPage(PartsPage):
             events = [views.event(one) for one in lease_ledger.events_after(tx, newest.id, 0)]
             last = data.last_end(views.lease(newest, None, False), events)
         counts = views.counts(gpu_ledger.every(tx), hosts)
+        known = standing(limit_ledger.load(tx), limit_ledger.holdings(tx), username, groups)
         return {
+            "standing": [standing_line(one) for one in known],
             "rows": [lease_row(one, hosts, site) for one in opened],
             "last": last,
             "counts": [data.count_row(one) for one in counts],

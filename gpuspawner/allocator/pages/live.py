@@ -25,6 +25,8 @@ _TOPICS: Mapping[str, tuple[str, ...]] = {
     "queue": ("pool",),
     "images": ("pool",),
     "changed": ("pool",),
+    "limits": ("limits",),
+    "audit": ("audit",),
     "events": ("leases", "pool"),
     "ended": ("leases", "pool"),
 }

@@ -129,7 +129,7 @@ class ActionText:
     title: str
     effect: str
     done: str
-    reason: Literal["needed", "welcome", "none"]
+    reason: Literal["needed", "welcome"]
     grave: bool = False
 
 
@@ -161,7 +161,7 @@ GPU_ACTION_TEXTS: Mapping[str, ActionText] = {
         "Take the hold away?",
         "The GPU goes on in its life: a free one may be given out at once.",
         "The hold is taken away.",
-        "none",
+        "welcome",
     ),
     "retire": ActionText(
         "Retire",

@@ -14,6 +14,7 @@ from gpuspawner.allocator.pages.handlers import (
     Static,
     UserPage,
 )
+from gpuspawner.allocator.pages.limits import AuditPage, ChangeLimit, LimitsPage
 from gpuspawner.allocator.pages.live import Live
 from gpuspawner.allocator.pages.site import HERE, Site
 
@@ -35,6 +36,9 @@ def page_routes(site: Site) -> list[Any]:
         (rf"admin/gpus/{_GPU}", GpuPage),
         (rf"admin/gpus/{_GPU}/(retest|hold|unhold|enroll|retire)", ActOnGpu),
         (rf"admin/diagnoses/{_ID}", DiagnosisPage),
+        (r"admin/limits", LimitsPage),
+        (r"admin/limits/(default|user|group)/(set|clear)", ChangeLimit),
+        (r"admin/audit", AuditPage),
         (r"pages/events", Live),
         (r"oauth_callback", LoginDone),
     ]

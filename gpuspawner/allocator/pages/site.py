@@ -15,6 +15,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from jupyterhub.services.auth import HubOAuth
 
 from gpuspawner.allocator.api_leases import LeaseApi
+from gpuspawner.allocator.api_limits import LimitApi
 from gpuspawner.allocator.api_pool import PoolApi
 from gpuspawner.allocator.context import Context
 from gpuspawner.allocator.pages.data import Urls
@@ -35,6 +36,7 @@ class Site:
     context: Context
     leases: LeaseApi
     pool: PoolApi
+    limits: LimitApi
     hub_id: str
     urls: Urls
     hub_origin: str = ""
@@ -52,6 +54,7 @@ def make_site(
     context: Context,
     leases: LeaseApi,
     pool: PoolApi,
+    limits: LimitApi,
     *,
     hub_id: str,
     prefix: str,
@@ -83,7 +86,7 @@ def make_site(
             cache_max_age=LOGIN_CACHE_S,
             cookie_options={"samesite": "Lax"},
         )
-    return Site(context, leases, pool, hub_id, urls, origin, auth, hub)
+    return Site(context, leases, pool, limits, hub_id, urls, origin, auth, hub)
 
 
 def cookie_secret(state_dir: Path) -> bytes:

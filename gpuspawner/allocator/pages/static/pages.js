@@ -45,7 +45,7 @@
     return seconds >= 0 ? "just now" : "in a moment";
   }
   function times(root) {
-    for (const node of root.querySelectorAll("time[datetime]")) {
+    for (const node of root.querySelectorAll("time[datetime]:not([data-exact])")) {
       const at = new Date(node.dateTime);
       if (isNaN(at)) continue;
       const text = ago((Date.now() - at) / 1000);
@@ -147,7 +147,7 @@
       }
     }
     async function fetchPart(part) {
-      const url = new URL(location.pathname, location.href);
+      const url = new URL(location.pathname + location.search, location.href);
       url.searchParams.set("fragment", part.dataset.part);
       const answer = await fetch(url, {
         headers: { "X-XSRFToken": body().dataset.xsrf }, credentials: "same-origin", redirect: "error",
