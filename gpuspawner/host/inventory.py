@@ -53,14 +53,15 @@ class HostRules:
 
 
 def parse_inventory(host: str, answer: Mapping[str, Any], rules: HostRules) -> Inventory:
-    """The inventory of a real host from the probe's ``inventory``."""
+    """The inventory of a real host from the probe's ``inventory``. A GPU that does not answer on
+    the bus is as good as pulled out, whatever the kernel still lists."""
     nodes = tuple(_node(entry, rules) for entry in answer["nodes"])
     system = tuple(core for node in nodes for core in node.cores[: rules.system_cores])
     functions = answer["functions"]
     gpus = []
     for function in functions:
         rule = next((rule for rule in rules.gpus if rule.matches(function)), None)
-        if rule is not None:
+        if rule is not None and function.get("answers", True):
             gpus.append(_gpu(function, functions, rule, nodes, dict(rules.nodes_of)))
     return Inventory(
         host=host,

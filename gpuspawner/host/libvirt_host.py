@@ -16,8 +16,10 @@ from gpuspawner.host import volumes
 from gpuspawner.host.api import Channel, Guest, GuestSpec, HostError, Image
 from gpuspawner.host.channel import StreamChannel
 from gpuspawner.host.connection import THREADS, Connection
+from gpuspawner.host.devices import real
 from gpuspawner.host.domain import Options, build_domain
 from gpuspawner.host.emulated import IDENTITY_BYTES, Emulated, identity_page, is_identity_page
+from gpuspawner.host.handover import check_gpus
 from gpuspawner.host.inventory import HostRules, parse_inventory, parse_witness
 from gpuspawner.host.network import GuestNetwork
 from gpuspawner.host.shell import Shell
@@ -288,6 +290,8 @@ class LibvirtHost:
 
     async def create(self, spec: GuestSpec) -> None:
         """Start the VM. Success when it is there already."""
+        if real(spec) and await self.guest(spec.uuid) is None:
+            await check_gpus(await self.survey(), real(spec), self._probe)
         deadline_s = vms.start_deadline_s(spec, self.accel)
         try:
             await self._create(spec, deadline_s)

@@ -173,6 +173,14 @@ def test_witness_of_a_gpu_that_fell_off_the_bus(machine: Machine) -> None:
     assert "all ones" in witness.note
 
 
+def test_a_gpu_that_fell_off_the_bus_is_not_in_the_inventory(machine: Machine) -> None:
+    """The kernel goes on listing it, with its ids and its driver."""
+    machine.device("0000:41:00.0", config=b"\xff" * 64)
+    machine.device("0000:42:00.0", group=16)
+    (gpu,) = parse_inventory("a", machine.probe("inventory"), HostRules()).gpus
+    assert gpu.address == "0000:42:00.0"
+
+
 def test_witness_of_an_empty_slot(machine: Machine) -> None:
     witness = parse_witness("0000:99:00.0", machine.probe("witness", "0000:99:00.0"))
     assert not witness.present
