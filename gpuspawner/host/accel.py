@@ -36,8 +36,11 @@ class Prober(Protocol):
 
 
 def probe_spec(image: Image, inventory: Inventory) -> GuestSpec:
-    """The smallest guest that says hello: one core of the first node, no GPU, no network."""
-    node = inventory.nodes[0]
+    """The smallest guest that says hello: one core, no GPU, no network. Nodes without CPUs or
+    memory cannot carry it."""
+    node = next(
+        (node for node in inventory.nodes if node.cores and node.memory_mib), inventory.nodes[0]
+    )
     cores = [*inventory.system_cores, *node.cores]
     own = next(core for core in cores if core in node.cores)
     memory_mib = max(image.min_memory_mib, _MIN_MEMORY_MIB)

@@ -46,7 +46,7 @@ class LibvirtHost:
     after ``open`` the attribute ``accel`` says which it is. ``known_accel`` is the host's boot id
     and what the boot showed under it before. ``emulated_text`` makes it an emulated host.
     ``hub_address`` is where guests reach the hub's API; ``blocked`` are further networks
-    that they must not reach. ``hugepages_kib`` takes guest memory from pages of that size.
+    that they must not reach. ``rules`` are an admin's say on a real host.
     """
 
     def __init__(
@@ -68,7 +68,6 @@ class LibvirtHost:
         pool_path: str | None = None,
         service_image: Image | None = None,
         rules: HostRules | None = None,
-        hugepages_kib: int = 0,
         firmware: str = "bios",
     ) -> None:
         if (network == "bridge") != (bridge is not None):
@@ -81,7 +80,6 @@ class LibvirtHost:
         self._shell = None if shell is None else Shell(name, shell)
         self._service_image = service_image
         self._rules = rules or HostRules()
-        self._hugepages_kib = hugepages_kib
         self._firmware = firmware
         self._emulated = None if emulated_text is None else Emulated.parse(emulated_text)
         pool = volumes.pool_name(instance, name)
@@ -157,8 +155,15 @@ class LibvirtHost:
         if self._emulated is not None:
             inventory = self._emulated.inventory(self.name, await self._boot_id())
         else:
+            # What a guest that comes or goes meanwhile holds counts as neither free nor held.
+            before = {each.guest.uuid for each in await self._call(self._list, "listing its VMs")}
             answer = await self._probe("inventory")
-            inventory = parse_inventory(self.name, answer, self._rules)
+            held = vms.held_mib(
+                each
+                for each in await self._call(self._list, "listing its VMs")
+                if each.guest.uuid in before
+            )
+            inventory = parse_inventory(self.name, answer, self._rules, held)
         self._inventory = inventory
         return inventory
 
@@ -384,7 +389,7 @@ class LibvirtHost:
     async def _boot_id(self) -> str:
         if self._shell is not None:
             return str((await self._probe("boot"))["boot_id"])
-        return _own_boot_id()
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
     async def _own_addresses(self) -> list[str]:
         """The host's addresses on other networks than the guests': no guest may reach them."""
@@ -408,16 +413,15 @@ class LibvirtHost:
     async def _create(self, spec: GuestSpec, deadline_s: float) -> None:
         if self._inventory is None:
             await self.survey()
+        assert self._inventory is not None
         options = Options(
             instance=self._instance,
             host=self.name,
             accel="kvm" if self.accel in ("kvm", "auto") else "tcg",  # auto: it is being tried
-            hugepages_kib=self._hugepages_kib,
+            hugepages_kib=self._inventory.hugepages_kib,
             amd=self._capabilities.amd,
             firmware=self._firmware,
         )
-
-        assert self._inventory is not None
         cpus = None if self._emulated is None else self._real_cpus
         binding = binding_of(self._inventory, cpus)
 
@@ -485,10 +489,6 @@ class LibvirtHost:
         if why:
             log.warning("host %s: KVM does not work (%s), guests run under TCG", self.name, why)
         return "tcg" if why else "kvm"
-
-
-def _own_boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def _look(connection: Any) -> tuple[vms.Capabilities, tuple[int, ...]]:

@@ -11,13 +11,20 @@ from deploy.labhost import network
 from deploy.labhost.machine import LabGpu
 from deploy.labhost.running import Lab
 from gpuspawner import schema
+from gpuspawner.allocator.drivers import host_rules
 from gpuspawner.cli.hardware import read_hardware
+from gpuspawner.host.inventory import HostRules
 from gpuspawner.host.shell import Shell
 from tests.layers import wait_for_async
 from tests.vm.pool import Pool
 
 START_S = 300.0  # a guest on an emulated host: two minutes, on a loaded machine more
 DIAGNOSIS_S = 420.0
+
+
+def rules_of(lab: Lab) -> HostRules:
+    """What the pool is told about the lab host's hardware."""
+    return host_rules({"hardware": read_hardware(lab.hardware).model_dump()})
 
 
 class LabPool(Pool):

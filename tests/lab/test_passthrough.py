@@ -14,12 +14,10 @@ import pytest
 
 from deploy.labhost.machine import GPUS, LabGpu
 from deploy.labhost.running import Lab
-from gpuspawner.host.api import HostError
 from gpuspawner.host.inventory import parse_inventory
 from gpuspawner.host.shell import Shell
 from tests.lab.conftest import timed
-from tests.lab.pool import START_S, LabPool
-from tests.layers import wait_for_async
+from tests.lab.pool import START_S, LabPool, rules_of
 from tests.vm.pool import Server
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -65,8 +63,6 @@ async def test_inventory_is_what_sysfs_shows(lab: Lab) -> None:
     done = await asyncio.to_thread(lab.ssh, ["python3", "-c", SYSFS])
     assert done.returncode == 0, done.stderr
     sysfs: dict[str, Any] = json.loads(done.stdout)
-    from tests.lab.pool import rules_of
-
     with timed("probe: the whole inventory over ssh"):
         answer = await Shell("lab", lab.shell).probe("inventory", deadline_s=60)
     inventory = parse_inventory("lab", answer, rules_of(lab))
@@ -176,16 +172,9 @@ async def test_half_of_a_group_is_refused(pool: LabPool) -> None:
     half = gpu.address[:-1] + "1"
     await pool.on_host("sh", "-c", f"echo {half} > /sys/bus/pci/drivers/vfio-pci/unbind")
     try:
-        inventory = parse_inventory("lab", await pool.shell.probe("inventory"), rules_of_pool(pool))
+        inventory = parse_inventory("lab", await pool.shell.probe("inventory"), rules_of(pool.lab))
         (problem,) = inventory.gpu(gpu.address).problems
         assert half in problem
         assert "no driver" in problem
     finally:
         await pool.on_host("sh", "-c", f"echo {half} > /sys/bus/pci/drivers/vfio-pci/bind")
-
-
-def rules_of_pool(pool: LabPool) -> Any:
-    """The pool's rules for the lab host."""
-    from tests.lab.pool import rules_of
-
-    return rules_of(pool.lab)
