@@ -114,9 +114,8 @@ class LibvirtHost:
                 await self._make_gpu(gpu)
         await self.survey()
         if self.accel == "auto":
-            known_boot, known = self._known_accel
-            same_boot = known_boot == await self._boot_id()
-            self.accel = known if same_boot else await self._find_accel()
+            boot_id, known = self._known_accel
+            self.accel = known if boot_id == await self._boot_id() else await self._find_accel()
 
     async def close(self) -> None:
         """Let go of connections and threads; guests go on."""
@@ -389,7 +388,7 @@ class LibvirtHost:
     async def _boot_id(self) -> str:
         if self._shell is not None:
             return str((await self._probe("boot"))["boot_id"])
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return _own_boot_id()
 
     async def _own_addresses(self) -> list[str]:
         """The host's addresses on other networks than the guests': no guest may reach them."""
@@ -422,8 +421,7 @@ class LibvirtHost:
             amd=self._capabilities.amd,
             firmware=self._firmware,
         )
-        cpus = None if self._emulated is None else self._real_cpus
-        binding = binding_of(self._inventory, cpus)
+        binding = binding_of(self._inventory, self._real_cpus if self._emulated else None)
 
         def start(connection: Any) -> None:
             if vms.lookup(connection, spec.uuid) is None:
@@ -489,6 +487,10 @@ class LibvirtHost:
         if why:
             log.warning("host %s: KVM does not work (%s), guests run under TCG", self.name, why)
         return "tcg" if why else "kvm"
+
+
+def _own_boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def _look(connection: Any) -> tuple[vms.Capabilities, tuple[int, ...]]:
