@@ -8,14 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import json
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
+from deploy.labhost import network
 from deploy.labhost.machine import GPUS, LabGpu
 from deploy.labhost.running import Lab
+from gpuspawner import schema
+from gpuspawner.host.api import GuestSpec, HostError, Image
 from gpuspawner.host.inventory import parse_inventory
+from gpuspawner.host.libvirt_host import LibvirtHost
 from gpuspawner.host.shell import Shell
+from gpuspawner.pool.topology import Cell, Claim, Gpu
 from tests.lab.conftest import timed
 from tests.lab.pool import START_S, LabPool, rules_of
 from tests.vm.pool import Server
@@ -167,14 +177,143 @@ async def test_what_a_guest_writes_is_in_the_card_and_wiped_before_the_next(
     await second.stop()
 
 
-async def test_half_of_a_group_is_refused(pool: LabPool) -> None:
-    gpu = GPU["gpu1"]
-    half = gpu.address[:-1] + "1"
-    await pool.on_host("sh", "-c", f"echo {half} > /sys/bus/pci/drivers/vfio-pci/unbind")
+FOREIGN = """
+<domain type='kvm'>
+  <name>foreign</name>
+  <memory unit='MiB'>128</memory>
+  <vcpu>1</vcpu>
+  <os><type arch='x86_64' machine='q35'>hvm</type></os>
+  <devices>{hostdevs}<memballoon model='none'/><controller type='usb' model='none'/></devices>
+</domain>
+"""
+HOSTDEV = """
+<hostdev mode='subsystem' type='pci' managed='no'>
+  <source><address domain='0x0000' bus='0x{bus}' slot='0x00' function='0x{function}'/></source>
+</hostdev>
+"""
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def driver(pool: LabPool) -> AsyncIterator[LibvirtHost]:
+    """The host's driver alone, of another installation."""
+    host = LibvirtHost(
+        "lab",
+        instance="7e570002",
+        uri=pool.lab.uri,
+        shell=pool.lab.shell,
+        cidr=pool.lab.networks.guests,
+        network="bridge",
+        bridge=network.BRIDGE,
+        accel="kvm",
+        pool_path="/var/lib/gpuspawner/other",
+        rules=rules_of(pool.lab),
+    )
+    await host.open(lambda _uuid: None)
     try:
-        inventory = parse_inventory("lab", await pool.shell.probe("inventory"), rules_of(pool.lab))
-        (problem,) = inventory.gpu(gpu.address).problems
-        assert half in problem
-        assert "no driver" in problem
+        yield host
     finally:
-        await pool.on_host("sh", "-c", f"echo {half} > /sys/bus/pci/drivers/vfio-pci/bind")
+        await host.remove()
+        await host.close()
+
+
+def spec_with(gpu: Gpu) -> GuestSpec:
+    """A VM with this GPU. It has no disks: that it is refused comes first."""
+    claim = Claim("lab", (gpu.address,), (Cell(gpu.node, ((0,),), 256),))
+    image = Image("none", "sha256:00", "", {})
+    return GuestSpec(str(uuid.uuid4()), "lease", "refused", claim, (gpu,), image)
+
+
+async def test_half_of_a_group_is_refused(pool: LabPool, driver: LibvirtHost) -> None:
+    """VFIO itself would let it pass: nothing is bound to the other half."""
+    spare = GPU["gpu1"]
+    whole = (await driver.survey()).gpu(spare.address)
+    half = replace(whole, functions=whole.functions[:1])
+    with pytest.raises(HostError, match="IOMMU group holds"):
+        await driver.create(spec_with(half))
+    other = whole.functions[1]
+    await pool.on_host("sh", "-c", f"echo {other} > /sys/bus/pci/drivers/vfio-pci/unbind")
+    try:
+        (problem,) = (await driver.survey()).gpu(spare.address).problems
+        assert f"{other} is bound to no driver" in problem
+        with pytest.raises(HostError, match="bound to no driver"):
+            await driver.create(spec_with(whole))
+    finally:
+        await pool.on_host("sh", "-c", f"echo {other} > /sys/bus/pci/drivers/vfio-pci/bind")
+    assert "refused" not in await asyncio.to_thread(pool.virsh, "list", "--all", "--title")
+
+
+async def test_a_gpu_that_a_foreign_vm_has_is_refused(
+    pool: LabPool, driver: LibvirtHost, tmp_path: Path
+) -> None:
+    spare = (await driver.survey()).gpu(GPU["gpu1"].address)
+    bus = spare.address.split(":")[1]
+    devices = "".join(HOSTDEV.format(bus=bus, function=number) for number in (0, 1))
+    file = tmp_path / "foreign.xml"
+    file.write_text(FOREIGN.format(hostdevs=devices))
+    await asyncio.to_thread(pool.virsh, "create", str(file))
+    try:
+        with pytest.raises(HostError, match=r"held by qemu-system-x86 \(\d+\)"):
+            await driver.create(spec_with(spare))
+        with pytest.raises(HostError, match="Check that no process holds it"):
+            await driver.reset(spare.address)
+    finally:
+        await asyncio.to_thread(pool.virsh, "destroy", "foreign")
+    assert await driver.released(spare.address)
+
+
+async def told_of_the_loss(pool: LabPool, lease_id: str, address: str) -> None:
+    """Wait until the lease's story says that its GPU is gone."""
+
+    async def read() -> None:
+        async for event in pool.client.events(lease_id):
+            if f"GPU {address} does not answer any more" in event.message:
+                return
+
+    await asyncio.wait_for(read(), 180)
+
+
+async def test_power_off_of_a_slot_in_use(pool: LabPool, servers: dict[int, Server]) -> None:
+    """libvirt says nothing and runs on; the bus tells, then the pool tells its user."""
+    here = servers.pop(1)
+    gpu = gpu_of(here)
+    slot_power = ["setpci", "-s", gpu.port_address]
+    await pool.on_host(*slot_power, "CAP_EXP+18.w=0400:0400")
+    try:
+        witness = await pool.shell.probe("witness", gpu.address)
+        assert not witness["present"]
+        assert "all ones" in witness["note"]
+        name = pool.domain(here.lease.id)
+        assert (await asyncio.to_thread(pool.virsh, "domstate", name)).strip() == "running"
+        with timed("loss of a GPU in use, until its lease is told"):
+            await told_of_the_loss(pool, here.lease.id, gpu.address)
+        assert (await pool.client.lease(here.lease.id)).state == "running"
+        await here.ask("state")
+        await here.stop()
+        assert "does not answer" in ((await pool.lab_gpu_in(gpu, "lost")).reason or "")
+    finally:
+        await pool.on_host(*slot_power, "CAP_EXP+18.w=0000:0400")
+    await pool.client.gpu_action(pool.host, gpu.address, schema.GpuAction(action="retest"))
+    with timed("diagnosis of a GPU whose power is back"):
+        found = await pool.lab_gpu_in(gpu, "unassigned", "failed", "quarantined")
+    assert found.state == "unassigned", found.reason
+
+
+async def test_a_gpu_pulled_out_while_in_use(pool: LabPool, lab: Lab) -> None:
+    for gpu in (NODE0, NODE1):
+        await pool.hold(gpu)
+    with timed("lease on the GPU that is pulled out, until it answers"):
+        here = await server(pool, tenant(3))
+    assert gpu_of(here) == PULLED
+
+    def pull() -> None:
+        with lab.monitor() as monitor:
+            monitor.do("device_del", id=PULLED.name)
+
+    await asyncio.to_thread(pull)
+    with timed("GPU pulled out in use, until its lease is told"):
+        await told_of_the_loss(pool, here.lease.id, PULLED.address)
+    witness = await pool.shell.probe("witness", PULLED.address)
+    assert (witness["present"], witness["note"]) == (False, "no device in this slot")
+    await here.ask("state")
+    await here.stop()
+    assert (await pool.lab_gpu_in(PULLED, "lost")).reason
