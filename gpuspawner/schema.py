@@ -10,7 +10,16 @@ import ipaddress
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    field_validator,
+    model_validator,
+)
+
+from gpuspawner.hardware import HostHardware
 
 LeaseId = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")]
 StartId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{8,64}$")]
@@ -261,7 +270,8 @@ class Host(Reply):
 
 class AddHost(Strict):
     """``POST /hosts``: a host joins the pool. ``emulated`` is the text of the YAML file that
-    declares an emulated host; without it the host's own hardware is surveyed."""
+    declares an emulated host; without it the host's own hardware is surveyed, as ``hardware``
+    says."""
 
     name: HostName
     uri: str = Field(default="qemu:///system", max_length=1024)
@@ -277,6 +287,15 @@ class AddHost(Strict):
     bridge: str | None = Field(default=None, pattern=r"^[a-zA-Z0-9_.-]{1,15}$")
     accel: Literal["auto", "kvm", "tcg"] = "auto"
     emulated: str | None = Field(default=None, max_length=65536)
+    hardware: HostHardware = Field(default_factory=HostHardware)
+
+    @model_validator(mode="after")
+    def _declares_once(self) -> AddHost:
+        if self.emulated is not None and self.hardware != HostHardware():
+            raise ValueError(
+                "an emulated host declares its own hardware; leave out hardware or emulated"
+            )
+        return self
 
     @field_validator("cidr")
     @classmethod

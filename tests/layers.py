@@ -17,7 +17,7 @@ from typing import TypeVar
 
 TESTS = Path(__file__).resolve().parent
 LAYERS = ("unit", "service", "vm", "browser", "lab", "bench")
-NEEDS_NAMESPACE = frozenset({"vm", "browser"})
+NEEDS_NAMESPACE = frozenset({"vm", "browser", "lab"})
 NETNS_VARIABLE = "GPUSPAWNER_TEST_NETNS"
 IMAGES_VARIABLE = "GPUSPAWNER_TEST_IMAGES"
 

@@ -44,6 +44,7 @@ TEST_PACKAGES: dict[str, str] = {
     "fonts-dejavu-core": "browser tests",
     "postgresql": "tests of the ledger on PostgreSQL",
     "libxml2-utils": "checking domain XML",
+    "openssh-client": "tests on the lab host",
     "git": "this repository",
 }
 NODE_AT_LEAST = 20

@@ -88,13 +88,16 @@ class Diagnosis:
     def _policy(self) -> Policy:
         # Real GPUs have a policy of their own once their checks exist; until then nothing that is
         # not emulated can pass, because no required check of it is known.
-        return EMULATED if self.inventory.emulated else Policy(kinds=(), required=("hardware",))
+        gpu = self.inventory.gpu(self.gpu.address)
+        return EMULATED if gpu.imitation else Policy(kinds=(), required=("hardware",))
 
     def _spec(self) -> GuestSpec:
         gpu = self.inventory.gpu(self.gpu.address)
         node = self.inventory.node(gpu.node) if gpu.node >= 0 else self.inventory.nodes[0]
         # The service VM lives on what the node keeps back: housekeeping cores and the reserve.
-        cores = self.inventory.system_cores[:1] or node.cores[:1]
+        system = self.inventory.system_cores
+        near = tuple(core for core in system if core in node.cores)
+        cores = near[:1] or node.cores[:1] or system[:1]
         return GuestSpec(
             uuid=self.run_id,
             kind="service",

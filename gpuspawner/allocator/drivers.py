@@ -7,7 +7,9 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from gpuspawner.allocator.images import ImageStore
+from gpuspawner.hardware import HostHardware
 from gpuspawner.host.api import GpuHost
+from gpuspawner.host.inventory import GpuRule, HostRules
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +22,29 @@ class DriverSettings:
     pool_dir: str
     state_dir: str
     images: ImageStore
+
+
+def host_rules(host: dict[str, Any]) -> HostRules:
+    """An admin's say from a host's settings; those stored before there was one have the default.
+    Raises ``ValueError`` for what is not understood."""
+    hardware = HostHardware.model_validate(host.get("hardware") or {})
+    return HostRules(
+        gpus=tuple(
+            GpuRule(
+                vendor=rule.vendor,
+                device=rule.device,
+                classes=rule.class_prefixes(),
+                model=rule.model,
+                memory_mib=rule.memory_mib,
+                kind=rule.kind,
+            )
+            for rule in hardware.gpus
+        ),
+        system_cores=hardware.system_cores,
+        reserve_mib=hardware.reserve_mib,
+        nodes_of=tuple(sorted(hardware.gpu_nodes.items())),
+        hugepages=hardware.hugepages,
+    )
 
 
 def libvirt_host(name: str, host: dict[str, Any], settings: DriverSettings) -> GpuHost:
@@ -37,6 +62,7 @@ def libvirt_host(name: str, host: dict[str, Any], settings: DriverSettings) -> G
         accel=host["accel"],
         known_accel=host.get("known_accel") or ("", ""),
         emulated_text=host["emulated"],
+        rules=host_rules(host),
         hub_address=settings.hub_address,
         pool_path=str(PurePosixPath(settings.pool_dir) / f"gs-{settings.instance}-{name}"),
         service_image=settings.images.service(),

@@ -218,7 +218,29 @@ class HostKeeper:
                 )
                 self.ctx.signals.ring(f"lease:{lease.id}")
                 self.ctx.start_runner(lease.id)
+        for lease_id, address in await self.ctx.ledger.write(self._tell_of_lost, inventory):
+            log.error("gpu_lost_in_use host=%s gpu=%s lease=%s", name, address, lease_id)
+            self.ctx.metrics.gpu_failures.labels(name, "lost").inc()
+            self.ctx.signals.ring(f"events:{lease_id}", f"gpus:{name}")
         self.ctx.signals.ring("queue")
+
+    def _tell_of_lost(self, tx: Transaction, inventory: Inventory) -> list[tuple[str, str]]:
+        """Tell leases, once, whose GPU does not answer any more; (lease, GPU) of those told. The
+        server goes on, as libvirt's guest does, so that its user can save her work."""
+        present = {gpu.address for gpu in inventory.gpus}
+        told = []
+        for lease in lease_ledger.open_leases(tx, inventory.host):
+            claimed = lease.claim.gpus if lease.claim is not None else ()
+            last = lease_ledger.last_event(tx, lease.id)
+            for address in sorted(set(claimed) - present):
+                text = (
+                    f"GPU {address} does not answer any more. Save your work and start the server "
+                    "again: you will get another one."
+                )
+                if last is not None and not lease_ledger.was_told(tx, lease.id, text):
+                    lease_ledger.add_event(tx, lease, now_ms(), "progress", last.progress, text)
+                    told.append((lease.id, address))
+        return told
 
     def _record(self, tx: Transaction, inventory: Inventory, accel: str | None) -> bool:
         if accel is not None:

@@ -94,14 +94,15 @@ class Reclaimer:
         if image.digest not in host.images:
             return []
         now = now_ms()
-        if host.inventory.emulated:
-            for gpu in gpu_ledger.of_host(tx, self.host):
-                if gpu.state is GpuState.NEW:
-                    gpu_ledger.move(
-                        tx, gpu, GpuState.USED, now, reason="Never diagnosed: first enrolment."
-                    )
+        # What has a problem cannot be given to the service VM either: it waits for its remedy.
+        sound = {gpu.address: gpu for gpu in host.inventory.gpus if not gpu.problems}
+        for gpu in gpu_ledger.of_host(tx, self.host):
+            if gpu.state is GpuState.NEW and gpu.address in sound and sound[gpu.address].imitation:
+                gpu_ledger.move(
+                    tx, gpu, GpuState.USED, now, reason="Never diagnosed: first enrolment."
+                )
         begun: list[tuple[DiagnosisRecord, GpuRecord, HostRecord]] = []
-        for gpu in due(tx, self.host, now)[:room]:
+        for gpu in [gpu for gpu in due(tx, self.host, now) if gpu.address in sound][:room]:
             run = diagnosis_ledger.begin(
                 tx, gpu, str(uuid.uuid4()), secrets.token_hex(16), image.digest, now
             )

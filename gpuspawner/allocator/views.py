@@ -74,7 +74,7 @@ def gpu(record: GpuRecord, host: HostRecord | None, username: str | None) -> sch
         address=record.address,
         model=record.model,
         node=found.node if found else -1,
-        emulated=found.emulated if found else False,
+        emulated=found.imitation if found else False,
         memory_mib=found.memory_mib if found else 0,
         functions=list(found.functions) if found else [],
         state=record.state.value,
@@ -160,7 +160,7 @@ def counts(gpus: list[GpuRecord], hosts: dict[str, HostRecord]) -> list[schema.G
             tally["out"] += 1
         elif record.state is GpuState.UNASSIGNED:
             tally["free"] += 1
-        elif record.state in COMING or record.state is GpuState.NEW:
+        elif record.state in COMING or (record.state is GpuState.NEW and shown.emulated):
             tally["coming"] += 1
         else:
             tally["out"] += 1

@@ -10,7 +10,9 @@ from typing import Annotated, Literal
 import typer
 
 from gpuspawner.cli.common import Json, Reason, ask, build, fail, plain, show_json, show_table
+from gpuspawner.cli.hardware import HardwareError, read_hardware
 from gpuspawner.client import AllocatorClient, Finding
+from gpuspawner.hardware import HostHardware
 from gpuspawner.schema import AddHost, ChangeHost, Host
 
 app = typer.Typer(help="The machines that carry GPUs.", no_args_is_help=True)
@@ -75,15 +77,26 @@ def add(
         Path | None,
         typer.Option(help="YAML file that declares an emulated host; no real GPU is touched."),
     ] = None,
+    hardware: Annotated[
+        Path | None,
+        typer.Option(
+            help="YAML file that says which devices are GPUs and what the host keeps for itself."
+        ),
+    ] = None,
     wait: Annotated[
         int, typer.Option(help="Seconds to wait until it is ready; 0 returns at once.")
     ] = 300,
 ) -> None:
     """Take a host into the pool and wait until it is surveyed."""
+    if emulated and hardware:
+        fail("An emulated host declares its own hardware: leave out --hardware or --emulated.")
     try:
         declaration = emulated.read_text() if emulated else None
+        said = read_hardware(hardware) if hardware else HostHardware()
     except OSError as error:
-        fail(f"{emulated} cannot be read: {error.strerror}.")
+        fail(f"{error.filename} cannot be read: {error.strerror}.")
+    except HardwareError as error:
+        fail(plain(error))
     body = build(
         lambda: AddHost(
             name=name,
@@ -94,6 +107,7 @@ def add(
             bridge=bridge,
             accel=accel,
             emulated=declaration,
+            hardware=said,
         )
     )
 

@@ -1,7 +1,8 @@
 """Whether guests can run under KVM: decided by booting one, never by ``/dev/kvm`` being there.
 
 A host may have the device and yet hang every guest, or abort QEMU (nested virtualization that is
-not all there). So a service VM without a GPU is booted under KVM and given 20 s to say hello.
+not all there). So a service VM without a GPU is booted under KVM and given 60 s to say hello:
+a good one takes a second on metal, and half a minute where the host is itself emulated.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from gpuspawner.pool.topology import Cell, Claim, Inventory
 log = logging.getLogger(__name__)
 
 PORT = "org.gpuspawner.service.0"
-BOOT_S = 20.0
+BOOT_S = 60.0  # from the start of QEMU's processor on
 _MIN_MEMORY_MIB = 512
 
 
@@ -36,8 +37,11 @@ class Prober(Protocol):
 
 
 def probe_spec(image: Image, inventory: Inventory) -> GuestSpec:
-    """The smallest guest that says hello: one core of the first node, no GPU, no network."""
-    node = inventory.nodes[0]
+    """The smallest guest that says hello: one core, no GPU, no network. Nodes without CPUs or
+    memory cannot carry it."""
+    node = next(
+        (node for node in inventory.nodes if node.cores and node.memory_mib), inventory.nodes[0]
+    )
     cores = [*inventory.system_cores, *node.cores]
     own = next(core for core in cores if core in node.cores)
     memory_mib = max(image.min_memory_mib, _MIN_MEMORY_MIB)
@@ -59,9 +63,9 @@ def probe_spec(image: Image, inventory: Inventory) -> GuestSpec:
 async def says_hello(host: Prober, spec: GuestSpec) -> str:
     """Boot ``spec`` and wait for its first words. Empty if they came, else why not."""
     try:
+        await host.make_disks(spec)
+        await host.create(spec)
         async with asyncio.timeout(BOOT_S):
-            await host.make_disks(spec)
-            await host.create(spec)
             channel = await host.open_channel(spec.uuid, PORT)
             try:
                 async for _chunk in channel.read():

@@ -63,7 +63,7 @@ class Binding:
 @dataclass(frozen=True, slots=True)
 class Options:
     """What a host can do. ``accel`` is ``kvm`` or ``tcg``. ``hugepages_kib`` is the page size to
-    take guest memory from, 0 for ordinary pages. ``amd`` tells the CPU's vendor. ``firmware`` is
+    take leases' memory from, 0 for ordinary pages. ``amd`` tells the CPU's vendor. ``firmware`` is
     ``bios`` (for kernels given by the host) or ``efi``."""
 
     instance: str
@@ -124,8 +124,9 @@ def printable(text: str, length: int) -> str:
 
 
 def metadata(spec: GuestSpec, options: Options) -> ET.Element:
-    """Who owns this VM, so that one which no lease owns is found by listing. The labels are JSON
-    in ASCII: that carries every string, XML 1.0 does not."""
+    """Who owns this VM, so that one which no lease owns is found by listing, and what it holds of
+    the host's hugepages. The labels are JSON in ASCII: that carries every string, XML 1.0 does
+    not."""
     outer = el("metadata")
     guest = ET.SubElement(
         outer,
@@ -136,8 +137,26 @@ def metadata(spec: GuestSpec, options: Options) -> ET.Element:
         id=spec.uuid,
         gpus=" ".join(gpu.address for gpu in spec.gpus),
     )
+    if size := page_size(spec, options):
+        guest.set("pages", str(size))
+        guest.set("memory", " ".join(f"{cell.node}:{cell.memory_mib}" for cell in spec.claim.cells))
     guest.text = json.dumps(dict(spec.labels), sort_keys=True)
     return outer
+
+
+def page_size(spec: GuestSpec, options: Options) -> int:
+    """Size in KiB of the hugepages that a guest's memory is made of, 0 for ordinary pages. The
+    service VM lives on the nodes' reserve, which is ordinary memory. Raises ``ValueError`` for
+    memory that does not fill its last page."""
+    if spec.kind != "lease" or not options.hugepages_kib:
+        return 0
+    for cell in spec.claim.cells:
+        if cell.memory_mib * 1024 % options.hugepages_kib:
+            raise ValueError(
+                f"{cell.memory_mib} MiB of node {cell.node} are no whole number of the host's "
+                f"pages of {options.hugepages_kib // 1024} MiB."
+            )
+    return options.hugepages_kib
 
 
 def memory_backing(spec: GuestSpec, options: Options) -> ET.Element:
@@ -145,9 +164,9 @@ def memory_backing(spec: GuestSpec, options: Options) -> ET.Element:
     it is allocated now, where it fails at start and not later by killing the guest. No
     ``<locked/>``: it locks QEMU too and lifts the limit altogether."""
     backing = el("memoryBacking")
-    if options.hugepages_kib:
+    if size := page_size(spec, options):
         pages = ET.SubElement(backing, "hugepages")
-        pages.append(el("page", size=str(options.hugepages_kib), unit="KiB"))
+        pages.append(el("page", size=str(size), unit="KiB"))
     backing.append(el("nosharepages"))
     if devices.real(spec):
         backing.append(el("allocation", mode="immediate"))

@@ -201,6 +201,7 @@ def _gpu(number: int, declared: _GpuText) -> Gpu:
         link_speed_gts=16.0,
         link_width=16,
         emulated=True,
+        kind="emulated",
     )
 
 

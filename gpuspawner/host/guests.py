@@ -7,6 +7,7 @@ import json
 import re
 import time
 import xml.etree.ElementTree as ET
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,10 +33,12 @@ _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[()][A-Z0-9]|[^\n\t\x20-\x7e\
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A VM of this installation on this host, and the GPUs that its metadata names."""
+    """A VM of this installation on this host, and what its metadata names: its GPUs, and the MiB
+    of hugepages that it holds of each node."""
 
     guest: Guest
     gpus: tuple[str, ...]
+    hugepages: tuple[tuple[int, int], ...] = ()
 
 
 def start_deadline_s(spec: GuestSpec, accel: str) -> float:
@@ -179,7 +182,25 @@ def _found(domain: Any) -> tuple[str, Found] | None:
     with contextlib.suppress(ValueError):
         labels = {str(k): str(v) for k, v in json.loads(element.text or "{}").items()}
     guest = Guest(domain.UUIDString(), element.get("kind", ""), state, labels)
-    return element.get("host", ""), Found(guest, tuple(element.get("gpus", "").split()))
+    return element.get("host", ""), Found(
+        guest, tuple(element.get("gpus", "").split()), _parse_memory(element.get("memory", ""))
+    )
+
+
+def _parse_memory(text: str) -> tuple[tuple[int, int], ...]:
+    """``0:65536 1:65536`` is 65536 MiB on each of two nodes."""
+    return tuple(
+        (int(node), int(mib)) for node, _, mib in (word.partition(":") for word in text.split())
+    )
+
+
+def held_mib(found: Iterable[Found]) -> dict[int, int]:
+    """What VMs hold of each node's hugepages, in MiB."""
+    held: dict[int, int] = {}
+    for each in found:
+        for node, mib in each.hugepages:
+            held[node] = held.get(node, 0) + mib
+    return held
 
 
 def readable(console: bytes) -> str:

@@ -6,14 +6,16 @@ an admin does about it; it is never dropped or silently moved to another node.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gpuspawner.pool.topology import Core, Gpu, Inventory, Node
 from gpuspawner.pool.verdict import Witness
 
 _BRIDGE_CLASS = "06"
+_KINDS = {"10de": "nvidia", "1002": "amd", "8086": "intel"}
+_PAGES_KIB = {"off": 0, "2M": 2048, "1G": 1048576}
 VFIO_DRIVERS = ("vfio-pci", "_vfio_pci")  # the stub, and variant drivers (mlx5_vfio_pci, ...)
 
 
@@ -27,6 +29,11 @@ class GpuRule:
     classes: tuple[str, ...] = ("0300", "0302")
     model: str = ""
     memory_mib: int = 0
+    kind: str = ""  # empty: by the vendor
+
+    def kind_of(self, function: Mapping[str, Any]) -> str:
+        """Kind of a GPU that this rule matches; empty if neither rule nor vendor tell."""
+        return self.kind or _KINDS.get(str(function["id"]).split(":")[0], "")
 
     def matches(self, function: Mapping[str, Any]) -> bool:
         """Whether this function is a GPU by this rule."""
@@ -43,32 +50,82 @@ NVIDIA = (GpuRule(vendor="10de"),)
 
 @dataclass(frozen=True, slots=True)
 class HostRules:
-    """An admin's say on one host. ``system_cores`` are kept for the host on each node;
-    ``nodes_of`` names the node of GPUs whose firmware does not (address to node)."""
+    """An admin's say on one host. ``system_cores`` and ``reserve_mib`` are kept for the host on
+    each node; ``nodes_of`` names the node of GPUs whose firmware does not (address to node).
+    ``hugepages`` is ``off``, ``2M``, ``1G`` or ``auto`` (``page_size_kib``)."""
 
     gpus: tuple[GpuRule, ...] = NVIDIA
     system_cores: int = 1
     reserve_mib: int = 4096
     nodes_of: tuple[tuple[str, int], ...] = ()
+    hugepages: str = "auto"
 
 
-def parse_inventory(host: str, answer: Mapping[str, Any], rules: HostRules) -> Inventory:
-    """The inventory of a real host from the probe's ``inventory``."""
-    nodes = tuple(_node(entry, rules) for entry in answer["nodes"])
-    system = tuple(core for node in nodes for core in node.cores[: rules.system_cores])
+def parse_inventory(
+    host: str,
+    answer: Mapping[str, Any],
+    rules: HostRules,
+    held_mib: Mapping[int, int] | None = None,
+) -> Inventory:
+    """The inventory of a real host from the probe's ``inventory``. ``held_mib`` is what this
+    installation's guests hold of each node's hugepages, in MiB: with what is free, it is what
+    placement may give out. A GPU that does not answer on the bus is as good as pulled out,
+    whatever the kernel still lists."""
     functions = answer["functions"]
-    gpus = []
+    found = []
     for function in functions:
         rule = next((rule for rule in rules.gpus if rule.matches(function)), None)
-        if rule is not None:
-            gpus.append(_gpu(function, functions, rule, nodes, dict(rules.nodes_of)))
+        if rule is not None and function.get("answers", True):
+            found.append((function, rule))
+    nodes_of = dict(rules.nodes_of)
+    on = {nodes_of.get(str(each["address"]), int(each["node"])) for each, _rule in found}
+    pages_kib = page_size_kib(answer["nodes"], rules, on)
+    ids = [int(entry["id"]) for entry in answer["nodes"]]
+    nodes = tuple(
+        _node(entry, ids, rules, pages_kib, (held_mib or {}).get(int(entry["id"]), 0))
+        for entry in answer["nodes"]
+    )
+    system = tuple(core for node in nodes for core in node.cores[: rules.system_cores])
+    gpus = [_gpu(function, functions, rule, nodes, nodes_of) for function, rule in found]
     return Inventory(
         host=host,
         boot_id=str(answer["boot_id"]),
         nodes=nodes,
         gpus=tuple(sorted(_one_per_group(gpus), key=lambda gpu: gpu.address)),
         system_cores=system,
+        hugepages_kib=pages_kib,
     )
+
+
+def page_size_kib(
+    nodes: Sequence[Mapping[str, Any]], rules: HostRules, on: Collection[int] = ()
+) -> int:
+    """The size of guests' pages in KiB, 0 for ordinary ones. ``auto``: whichever leaves guests
+    the most memory on the nodes ``on`` (those with GPUs; all nodes if there are none), and the
+    larger page of equals. It rests on what is allocated, not on what is free, so it stays while
+    guests come and go."""
+    if rules.hugepages != "auto":
+        return _PAGES_KIB[rules.hugepages]
+    wanted = [node for node in nodes if int(node["id"]) in on] or list(nodes)
+    room = {0: sum(max(0, _ordinary_mib(node) - rules.reserve_mib) for node in wanted)}
+    for size in {size for node in wanted for size in _pools(node)}:
+        room[size] = sum(_pools(node).get(size, (0, 0))[0] * size // 1024 for node in wanted)
+    return max(room, key=lambda size: (room[size], size))
+
+
+def _pools(node: Mapping[str, Any]) -> dict[int, tuple[int, int]]:
+    """Page size in KiB -> (pages in all, pages free). Through JSON the sizes have become text."""
+    return {
+        int(size): (int(pool["total"]), int(pool["free"]))
+        for size, pool in node["hugepages"].items()
+        if int(pool["total"])
+    }
+
+
+def _ordinary_mib(node: Mapping[str, Any]) -> int:
+    """What is not set aside as hugepages, of whatever size."""
+    huge_kib = sum(size * total for size, (total, _free) in _pools(node).items())
+    return max(0, int(node["memory_kib"]) - huge_kib) // 1024
 
 
 def parse_witness(address: str, answer: Mapping[str, Any]) -> Witness:
@@ -85,19 +142,29 @@ def parse_witness(address: str, answer: Mapping[str, Any]) -> Witness:
     )
 
 
-def _node(entry: Mapping[str, Any], rules: HostRules) -> Node:
+def _node(
+    entry: Mapping[str, Any], ids: Sequence[int], rules: HostRules, pages_kib: int, held_mib: int
+) -> Node:
     cores: tuple[Core, ...] = tuple(tuple(core) for core in entry["cores"])
     number = int(entry["id"])
+    # The kernel lists distances to the nodes that are there, in their order: numbers have gaps.
     distances = tuple(
         (other, int(distance))
-        for other, distance in enumerate(entry["distances"])
+        for other, distance in zip(ids, entry["distances"], strict=False)
         if other != number
     )
+    if pages_kib:
+        # The reserve is ordinary memory, so nothing of the pages is kept back. What neither is
+        # free nor our own guests' is somebody else's.
+        total, free = _pools(entry).get(pages_kib, (0, 0))
+        memory_mib = min(total * pages_kib // 1024, free * pages_kib // 1024 + held_mib)
+    else:
+        memory_mib = _ordinary_mib(entry)
     return Node(
         id=number,
         cores=cores,
-        memory_mib=int(entry["memory_kib"]) // 1024,
-        reserve_mib=rules.reserve_mib,
+        memory_mib=memory_mib,
+        reserve_mib=0 if pages_kib else rules.reserve_mib,
         distances=distances,
     )
 
@@ -127,6 +194,7 @@ def _gpu(
         link_speed_gts=float(function["link_speed_gts"]),
         link_width=int(function["link_width"]),
         problems=tuple(_problems(address, node, group, members, nodes)),
+        kind=rule.kind_of(function),
     )
 
 
@@ -172,16 +240,5 @@ def _one_per_group(gpus: Sequence[Gpu]) -> list[Gpu]:
             f"{first.address} and {gpu.address} are in one IOMMU group ({gpu.group}) and can only "
             "be passed on together. Move one to another slot, or switch ACS on in the firmware."
         )
-        kept[key] = Gpu(
-            address=first.address,
-            model=first.model,
-            node=first.node,
-            functions=first.functions,
-            group=first.group,
-            ids=first.ids,
-            memory_mib=first.memory_mib,
-            link_speed_gts=first.link_speed_gts,
-            link_width=first.link_width,
-            problems=(*first.problems, problem),
-        )
+        kept[key] = replace(first, problems=(*first.problems, problem))
     return list(kept.values())

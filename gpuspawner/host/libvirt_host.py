@@ -16,8 +16,10 @@ from gpuspawner.host import volumes
 from gpuspawner.host.api import Channel, Guest, GuestSpec, HostError, Image
 from gpuspawner.host.channel import StreamChannel
 from gpuspawner.host.connection import THREADS, Connection
+from gpuspawner.host.devices import real
 from gpuspawner.host.domain import Options, build_domain
 from gpuspawner.host.emulated import IDENTITY_BYTES, Emulated, identity_page, is_identity_page
+from gpuspawner.host.handover import check_gpus
 from gpuspawner.host.inventory import HostRules, parse_inventory, parse_witness
 from gpuspawner.host.network import GuestNetwork
 from gpuspawner.host.shell import Shell
@@ -44,7 +46,7 @@ class LibvirtHost:
     after ``open`` the attribute ``accel`` says which it is. ``known_accel`` is the host's boot id
     and what the boot showed under it before. ``emulated_text`` makes it an emulated host.
     ``hub_address`` is where guests reach the hub's API; ``blocked`` are further networks
-    that they must not reach. ``hugepages_kib`` takes guest memory from pages of that size.
+    that they must not reach. ``rules`` are an admin's say on a real host.
     """
 
     def __init__(
@@ -66,7 +68,6 @@ class LibvirtHost:
         pool_path: str | None = None,
         service_image: Image | None = None,
         rules: HostRules | None = None,
-        hugepages_kib: int = 0,
         firmware: str = "bios",
     ) -> None:
         if (network == "bridge") != (bridge is not None):
@@ -79,7 +80,6 @@ class LibvirtHost:
         self._shell = None if shell is None else Shell(name, shell)
         self._service_image = service_image
         self._rules = rules or HostRules()
-        self._hugepages_kib = hugepages_kib
         self._firmware = firmware
         self._emulated = None if emulated_text is None else Emulated.parse(emulated_text)
         pool = volumes.pool_name(instance, name)
@@ -114,9 +114,8 @@ class LibvirtHost:
                 await self._make_gpu(gpu)
         await self.survey()
         if self.accel == "auto":
-            known_boot, known = self._known_accel
-            same_boot = known_boot == await self._boot_id()
-            self.accel = known if same_boot else await self._find_accel()
+            boot_id, known = self._known_accel
+            self.accel = known if boot_id == await self._boot_id() else await self._find_accel()
 
     async def close(self) -> None:
         """Let go of connections and threads; guests go on."""
@@ -155,8 +154,15 @@ class LibvirtHost:
         if self._emulated is not None:
             inventory = self._emulated.inventory(self.name, await self._boot_id())
         else:
+            # What a guest that comes or goes meanwhile holds counts as neither free nor held.
+            before = {each.guest.uuid for each in await self._call(self._list, "listing its VMs")}
             answer = await self._probe("inventory")
-            inventory = parse_inventory(self.name, answer, self._rules)
+            held = vms.held_mib(
+                each
+                for each in await self._call(self._list, "listing its VMs")
+                if each.guest.uuid in before
+            )
+            inventory = parse_inventory(self.name, answer, self._rules, held)
         self._inventory = inventory
         return inventory
 
@@ -288,6 +294,8 @@ class LibvirtHost:
 
     async def create(self, spec: GuestSpec) -> None:
         """Start the VM. Success when it is there already."""
+        if real(spec) and await self.guest(spec.uuid) is None:
+            await check_gpus(await self.survey(), real(spec), self._probe)
         deadline_s = vms.start_deadline_s(spec, self.accel)
         try:
             await self._create(spec, deadline_s)
@@ -408,18 +416,16 @@ class LibvirtHost:
     async def _create(self, spec: GuestSpec, deadline_s: float) -> None:
         if self._inventory is None:
             await self.survey()
+        assert self._inventory is not None
         options = Options(
             instance=self._instance,
             host=self.name,
             accel="kvm" if self.accel in ("kvm", "auto") else "tcg",  # auto: it is being tried
-            hugepages_kib=self._hugepages_kib,
+            hugepages_kib=self._inventory.hugepages_kib,
             amd=self._capabilities.amd,
             firmware=self._firmware,
         )
-
-        assert self._inventory is not None
-        cpus = None if self._emulated is None else self._real_cpus
-        binding = binding_of(self._inventory, cpus)
+        binding = binding_of(self._inventory, self._real_cpus if self._emulated else None)
 
         def start(connection: Any) -> None:
             if vms.lookup(connection, spec.uuid) is None:

@@ -10,7 +10,7 @@ Standard library only, Python 3.7 or later. One JSON object on one line: the ans
     addresses       the machine's own IPv4 addresses, loopback left out
     inventory       NUMA nodes, CPUs, memory, and every PCI function with group, node and link
     witness ADDR    whether the device in this slot answers on the bus, its ids, link and errors
-    reset ADDR      reset every function of the device's IOMMU group that can be
+    reset ADDR      reset every function of the device's IOMMU group that can be, or all at once
     released ADDR   whether no process holds the device's VFIO group
     holders PATH    the processes that have this file open or mapped
     binding PID     where a process may run and take memory, thread by thread
@@ -19,10 +19,12 @@ Standard library only, Python 3.7 or later. One JSON object on one line: the ans
 from __future__ import annotations
 
 import errno
+import fcntl
 import glob
 import json
 import os
 import re
+import struct
 import sys
 from typing import Any, Callable, Dict  # noqa: UP035  (Python 3.7)
 
@@ -179,6 +181,7 @@ def function(base: str) -> Answer:
         "link_speed_gts": speed,
         "link_width": width,
         "reset_methods": read(base + "/reset_method").split(),
+        "answers": answers(config(base)),
     }
 
 
@@ -218,12 +221,18 @@ def config(base: str) -> bytes:
         return b""
 
 
+def answers(head: bytes) -> bool:
+    """A device that has fallen off the bus reads all ones; the kernel keeps its name, ids and
+    driver as they were, and libvirt its guest as running."""
+    return head[:4] != b"\xff\xff\xff\xff"
+
+
 def witness(address: str) -> Answer:
     base = device(address)
     if not os.path.isdir(base):
         return {"v": 1, "boot_id": boot_id(), "present": False, "note": "no device in this slot"}
     head = config(base)
-    present = len(head) >= 4 and head[:4] != b"\xff\xff\xff\xff"
+    present = len(head) >= 4 and answers(head)
     speed, width = link(base)
     aer = {}
     for kind in ("correctable", "nonfatal", "fatal"):
@@ -254,18 +263,58 @@ def reset(address: str) -> Answer:
             with open(path, "w", encoding="ascii") as file:
                 file.write("1")
         except OSError as error:
+            # A function that was found before its neighbours offers a reset of the bus that the
+            # kernel refuses now that it has neighbours.
+            if error.errno == errno.ENOTTY:
+                continue
             raise ProbeError(
                 f"the reset of {member} failed: {error.strerror}",
                 "Check that no process holds it, and its reset_method in sysfs; a power cycle "
                 "of the host always resets it.",
             ) from error
         done.append(member)
-    if not done:
+    return {"v": 1, "reset": done or hot_reset(address)}
+
+
+# ioctls of VFIO, _IO(';', 100 + n) in <linux/vfio.h>
+VFIO_SET_IOMMU, VFIO_TYPE1 = 0x3B66, 1
+VFIO_GROUP_SET_CONTAINER = 0x3B68
+VFIO_GROUP_GET_DEVICE_FD = 0x3B6A
+VFIO_DEVICE_PCI_HOT_RESET = 0x3B71
+
+
+def hot_reset(address: str) -> list[str]:
+    """Reset all functions of a slot at once, as VFIO lets the owner of all of them: sysfs offers
+    no reset of a function that can only be reset together with its neighbours."""
+    base = device(address)
+    group_path = "/dev/vfio/" + link_name(base + "/iommu_group")
+    if group_path.endswith("/") or not os.path.exists(group_path):
         raise ProbeError(
             f"no function of {address} can be reset",
-            "Set a reset_method for it in sysfs, or keep it out of the pool.",
+            "Bind all of them to vfio-pci, which can reset them together; or set a reset_method "
+            "in sysfs, or keep the device out of the pool.",
         )
-    return {"v": 1, "reset": done}
+    opened: list[int] = []
+    try:
+        for path in ("/dev/vfio/vfio", group_path):
+            opened.append(os.open(path, os.O_RDWR))
+        container, group = opened
+        fcntl.ioctl(group, VFIO_GROUP_SET_CONTAINER, struct.pack("i", container))
+        fcntl.ioctl(container, VFIO_SET_IOMMU, VFIO_TYPE1)
+        name = bytearray(address.encode() + b"\0")  # a bytearray: then the status is returned
+        opened.append(fcntl.ioctl(group, VFIO_GROUP_GET_DEVICE_FD, name))
+        words = struct.pack("IIIi", 16, 0, 1, group)
+        fcntl.ioctl(opened[-1], VFIO_DEVICE_PCI_HOT_RESET, words)
+    except OSError as error:
+        raise ProbeError(
+            f"VFIO's reset of {address} failed: {error.strerror}",
+            "Check that no process holds it, and that every function in its slot is bound to "
+            "vfio-pci; a power cycle of the host always resets it.",
+        ) from error
+    finally:
+        for each in reversed(opened):
+            os.close(each)
+    return group_members(base)
 
 
 def released(address: str) -> Answer:

@@ -98,7 +98,7 @@ def record_survey(tx: Connection, inventory: Inventory, now_ms: int) -> bool:
             GpuState.UNASSIGNED,
         ):
             gpu_ledger.move(
-                tx, record, GpuState.LOST, now_ms, reason="The host no longer lists this device."
+                tx, record, GpuState.LOST, now_ms, reason="It does not answer on the host's bus."
             )
         elif rebooted and record.state is GpuState.UNASSIGNED:
             gpu_ledger.move(tx, record, GpuState.USED, now_ms, reason="The host has rebooted.")

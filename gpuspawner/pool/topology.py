@@ -40,7 +40,11 @@ class Node:
 @dataclass(frozen=True, slots=True)
 class Gpu:
     """One GPU in its slot. ``functions`` are all PCI functions of its IOMMU group; they move
-    together. ``problems`` keep it out of the pool, each with its remedy."""
+    together. ``problems`` keep it out of the pool, each with its remedy.
+
+    ``kind`` is what its checks are for: ``nvidia``, ``emulated``, ...; empty if unknown.
+    ``emulated`` says who makes it: true if QEMU does, with the guest; false if it is in the host.
+    """
 
     address: str
     model: str
@@ -53,12 +57,20 @@ class Gpu:
     link_width: int = 0
     emulated: bool = False
     problems: tuple[str, ...] = ()
+    kind: str = ""
+
+    @property
+    def imitation(self) -> bool:
+        """No GPU in earnest: QEMU makes it, or the host has devices that stand for one (real to
+        the host, its IOMMU and VFIO)."""
+        return self.emulated or self.kind == "emulated"
 
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
     """What a host has, as one survey of it found. ``boot_id`` changes with each boot, and with
-    it everything that was learnt about devices in use."""
+    it everything that was learnt about devices in use. ``hugepages_kib`` is the size of the pages
+    that guests' memory is made of, 0 for ordinary ones; the nodes' memory is counted in them."""
 
     host: str
     boot_id: str
@@ -66,6 +78,7 @@ class Inventory:
     gpus: tuple[Gpu, ...]
     emulated: bool = False
     system_cores: tuple[Core, ...] = ()  # housekeeping: emulator threads, the service VM
+    hugepages_kib: int = 0
 
     def node(self, node_id: int) -> Node:
         """The node with this number; ``KeyError`` if the host has none."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,32 @@ async def test_gone_from_the_bus(site: Site) -> None:
         await used_once(site, client, lambda world: world.gone.add(GPU))
         gpu = await gpu_in(client, GPU, "lost")
         assert "does not answer on the bus" in (gpu.reason or "")
+
+
+async def test_gone_from_the_bus_while_a_server_has_it(site: Site) -> None:
+    """Its user is told, once, and goes on; the GPU is lost as soon as she has stopped."""
+    async with site.running() as client:
+        await site.add_host(client, 0)
+        lease = await client.acquire(acquire_body())
+        await lease_in(client, lease.id, "running")
+        world = site.worlds["h1"]
+        world.gone.add(GPU)
+        world.inventory = replace(world.inventory, gpus=())
+
+        surveys = world.history.count(("survey", ""))
+        for more in (1, 2):
+            await client.check_host("h1")  # which surveys the host as well
+            await wait_for_async(
+                lambda more=more: world.history.count(("survey", "")) >= surveys + more,
+                10,
+                "another survey",
+            )
+        assert (await client.lease(lease.id)).state == "running"
+        await client.stop(lease.id, wait_s=20)
+        told = [event.message async for event in client.events(lease.id)]
+        assert len([text for text in told if f"{GPU} does not answer any more" in text]) == 1
+        gpu = await gpu_in(client, GPU, "lost")
+        assert "does not answer" in (gpu.reason or "")
 
 
 def _bad_nonce(run: str, nonce: str, gpu: str) -> list[bytes]:

@@ -82,6 +82,27 @@ def test_uneven_claim_gets_a_flat_topology() -> None:
     assert topology.attrib == {"sockets": "1", "dies": "1", "cores": "3", "threads": "1"}
 
 
+def test_memory_that_does_not_fill_its_pages_is_refused() -> None:
+    case = CASES["two_gpus_kvm"]
+    spec = lease((), (Cell(0, ((4, 68),), 1536),))
+    with pytest.raises(ValueError, match="1536 MiB of node 0 are no whole number"):
+        build_domain(spec, case.binding, case.parts, case.options)
+
+
+def test_what_a_guest_holds_of_the_pages_is_read_back() -> None:
+    root = ET.fromstring(CASES["two_gpus_kvm"].xml())
+    element = root.find(f"metadata/{{{METADATA_URI}}}guest")
+    assert element is not None
+    assert (element.get("pages"), element.get("memory")) == ("1048576", "0:98304")
+
+
+def test_the_service_vm_takes_no_hugepages() -> None:
+    case = CASES["service_vm_tcg"]
+    options = replace(case.options, hugepages_kib=1048576)
+    text = build_domain(case.spec, case.binding, case.parts, options)
+    assert "hugepages" not in text
+
+
 def test_claim_without_cpus_is_refused() -> None:
     case = CASES["one_gpu_kvm"]
     spec = replace(case.spec, claim=Claim("gpu1", (), ()))

@@ -12,7 +12,13 @@ from typing import Any
 import pytest
 
 from gpuspawner.host import probe
-from gpuspawner.host.inventory import GpuRule, HostRules, parse_inventory, parse_witness
+from gpuspawner.host.inventory import (
+    GpuRule,
+    HostRules,
+    page_size_kib,
+    parse_inventory,
+    parse_witness,
+)
 
 
 class Machine:
@@ -88,12 +94,58 @@ def machine(tmp_path: Path) -> Machine:
 
 
 def test_nodes_cores_and_memory(machine: Machine) -> None:
-    inventory = parse_inventory("a", machine.probe("inventory"), HostRules(system_cores=1))
+    rules = HostRules(system_cores=1, hugepages="off")
+    inventory = parse_inventory("a", machine.probe("inventory"), rules)
     assert inventory.boot_id == "boot-1"
     assert [node.cores for node in inventory.nodes] == [((0, 4), (1, 5)), ((2, 6), (3, 7))]
     assert inventory.system_cores == ((0, 4), (2, 6))
-    assert [node.memory_mib for node in inventory.nodes] == [65536, 65536]
+    # Half of it is set aside as hugepages.
+    assert [node.usable_mib for node in inventory.nodes] == [32768 - 4096, 32768 - 4096]
+    assert inventory.hugepages_kib == 0
     assert inventory.node(1).distances == ((0, 21),)
+
+
+def test_memory_in_hugepages_is_what_is_free_and_what_is_ours(machine: Machine) -> None:
+    answer = machine.probe("inventory")
+    inventory = parse_inventory("a", answer, HostRules(hugepages="1G"), {1: 1024})
+    assert inventory.hugepages_kib == 1048576
+    assert [node.usable_mib for node in inventory.nodes] == [30 * 1024, 31 * 1024]
+    # A guest that was not there yet when the pages were counted makes no page out of nothing.
+    full = parse_inventory("a", answer, HostRules(hugepages="1G"), {1: 64 * 1024})
+    assert full.node(1).usable_mib == 32 * 1024
+
+
+def test_pages_that_are_not_allocated_hold_nothing(machine: Machine) -> None:
+    inventory = parse_inventory("a", machine.probe("inventory"), HostRules(hugepages="2M"))
+    assert [node.usable_mib for node in inventory.nodes] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("pages", "reserve_mib", "size"),
+    [
+        ({}, 4096, 0),
+        ({1048576: 32}, 4096, 1048576),  # 32 GiB of pages against 28 GiB
+        ({1048576: 32}, 0, 1048576),  # as much of either: the larger page
+        ({1048576: 8}, 4096, 0),
+        ({1048576: 24, 2048: 14336}, 4096, 2048),  # 28 GiB against 24 and 12
+        ({1048576: 24, 2048: 12288}, 4096, 1048576),
+    ],
+)
+def test_auto_takes_what_leaves_guests_the_most(
+    pages: dict[int, int], reserve_mib: int, size: int
+) -> None:
+    pools = {str(kib): {"total": total, "free": total} for kib, total in pages.items()}
+    with_gpu = {"id": 1, "memory_kib": 64 << 20, "hugepages": pools}
+    other = {"id": 0, "memory_kib": 256 << 20, "hugepages": {}}
+    rules = HostRules(reserve_mib=reserve_mib)
+    assert page_size_kib([other, with_gpu], rules, {1}) == size
+
+
+def test_distances_skip_nodes_that_are_not_there(machine: Machine) -> None:
+    (machine.sys / "devices/system/node/node1").rename(machine.sys / "devices/system/node/node4")
+    inventory = parse_inventory("a", machine.probe("inventory"), HostRules())
+    assert inventory.node(0).distances == ((4, 21),)
+    assert inventory.node(4).distances == ((0, 21),)
 
 
 def test_offline_cpus_are_left_out(machine: Machine) -> None:
@@ -171,6 +223,14 @@ def test_witness_of_a_gpu_that_fell_off_the_bus(machine: Machine) -> None:
     witness = parse_witness("0000:41:00.0", machine.probe("witness", "0000:41:00.0"))
     assert not witness.present
     assert "all ones" in witness.note
+
+
+def test_a_gpu_that_fell_off_the_bus_is_not_in_the_inventory(machine: Machine) -> None:
+    """The kernel goes on listing it, with its ids and its driver."""
+    machine.device("0000:41:00.0", config=b"\xff" * 64)
+    machine.device("0000:42:00.0", group=16)
+    (gpu,) = parse_inventory("a", machine.probe("inventory"), HostRules()).gpus
+    assert gpu.address == "0000:42:00.0"
 
 
 def test_witness_of_an_empty_slot(machine: Machine) -> None:

@@ -108,7 +108,7 @@ def server_title(server_name: str) -> str:
 
 
 def lease_row(lease: schema.Lease, urls: Urls, emulated: bool) -> LeaseRow:
-    """One lease. ``emulated``: its host's GPUs are."""
+    """One lease. ``emulated``: its GPUs are."""
     models = [marked(model, emulated) for model in lease.gpu_models]
     wanted = lease.request.gpus
     if models:

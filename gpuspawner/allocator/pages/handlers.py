@@ -35,7 +35,9 @@ _RECENT = 20
 def lease_row(record: LeaseRecord, hosts: dict[str, HostRecord], site: Site) -> data.LeaseRow:
     """One lease as pages show it."""
     host = hosts.get(record.host or "")
-    emulated = host is not None and host.inventory is not None and host.inventory.emulated
+    known = host.inventory.gpus if host is not None and host.inventory is not None else ()
+    held = record.claim.gpus if record.claim is not None else ()
+    emulated = any(gpu.imitation for gpu in known if gpu.address in held)
     return data.lease_row(views.lease(record, host, False), site.urls, emulated)
 
 
