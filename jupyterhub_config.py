@@ -196,7 +196,8 @@ if password or admin_password:
     c.JupyterHub.load_roles[1]["users"] = sorted(admins) if admin_password else []
 elif "authenticator_class" not in shared.get("JupyterHub", {}):
     # Any OpenID Connect provider. gpuspawner_config.py has to set c.GenericOAuthenticator's
-    # client_id, client_secret, oauth_callback_url, authorize_url, token_url and userdata_url.
+    # client_id, client_secret, oauth_callback_url, authorize_url, token_url, userdata_url, and
+    # allowed_groups (or allow_all): without it nobody but the admins may log in.
     if "GenericOAuthenticator" not in shared:
         raise ConfigError(
             "Nobody could log in. Set c.GenericOAuthenticator in gpuspawner_config.py, or, to try "
@@ -207,7 +208,8 @@ elif "authenticator_class" not in shared.get("JupyterHub", {}):
     c.GenericOAuthenticator.username_claim = "preferred_username"
     c.GenericOAuthenticator.manage_groups = True
     c.GenericOAuthenticator.auth_state_groups_key = "oauth_user.groups"
-    c.GenericOAuthenticator.enable_auth_state = True
+    # Nothing of the provider's answer is kept, so no key to encrypt it with is needed; groups are
+    # those of the last login.
     c.GenericOAuthenticator.admin_groups = {"gpu-admins"}
 
 c.merge(shared)

@@ -259,14 +259,16 @@ def advice_for(reason: str) -> Advice:
 
 def from_refusal(refusal: Refusal) -> GPUSpawnError:
     """The allocator refused: its own sentence, and what helps against that constraint."""
-    remedy = CONSTRAINTS.get(refusal.constraint or "")
+    remedy = CONSTRAINTS.get(refusal.constraint or "") if refusal.reason == "capacity" else None
+    if "Try again" in refusal.message:
+        remedy = ""  # it says what to do; twice would be confusing
     known = refusal.reason in REFUSALS
     internal = REFUSALS.get(refusal.reason) is _NO_ENTRY or refusal.reason == "bad-answer"
     return GPUSpawnError(
         # What a wrong token or a foreign answer looks like is for the log, not for users.
         "" if internal else refusal.message,
         reason=refusal.reason if known else "refusal",
-        remedy=remedy if refusal.reason == "capacity" else None,
+        remedy=remedy,
         status_code=None if internal else _error_status(refusal.status),
         retry_after_s=refusal.retry_after_s,
         log_message=f"{refusal.reason} ({refusal.status}): {refusal.message}",

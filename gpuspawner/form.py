@@ -83,6 +83,7 @@ class Ended:
 
     text: str
     at: datetime
+    ran: bool = True
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,7 @@ def last_end(leases: Iterable[Lease]) -> Ended | None:
     if newest is None or newest.state != "ended" or newest.ended_at is None:
         return None
     text = why_ended(newest)
-    return Ended(text, newest.ended_at) if text else None
+    return Ended(text, newest.ended_at, newest.running_at is not None) if text else None
 
 
 def render(form: Form, template: str = "") -> str:

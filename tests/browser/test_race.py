@@ -81,6 +81,7 @@ def test_two_users_ask_for_the_last_gpu(
     )
     expect(page.locator("body")).to_contain_text("Try again when somebody has stopped")
     assert "Internal Server Error" not in reads(page)
+    expect(page.locator("#gs-ended")).to_be_hidden()  # the form does not say it again
     again = page.get_by_role("link", name="Choose again").or_(
         page.get_by_role("button", name="Start")
     )

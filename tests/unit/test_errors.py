@@ -52,6 +52,12 @@ def test_every_reason_says_what_and_what_next(reason: str) -> None:
     assert 400 <= error.status_code < 600
 
 
+def test_what_to_do_is_said_once() -> None:
+    said = "The only GPU is in use. Try again when somebody has stopped."
+    refusal = Refusal(status=503, message=said, reason="capacity", constraint="gpu")
+    assert from_refusal(refusal).jupyterhub_message == said
+
+
 @pytest.mark.parametrize("constraint", sorted(CONSTRAINTS))
 def test_capacity_names_what_helps(constraint: str) -> None:
     refusal = Refusal(
