@@ -300,7 +300,8 @@ class Pool:
         prefix = f"gs-{self.instance}"
         for name in self.virsh("list", "--all", "--name", uri=uri).split():
             if name.startswith(prefix):
-                self.virsh("destroy", name, uri=uri)
+                with contextlib.suppress(subprocess.CalledProcessError):  # it has ended by itself
+                    self.virsh("destroy", name, uri=uri)
         for kind in ("pool", "net"):
             for name in self.virsh(f"{kind}-list", "--all", "--name", uri=uri).split():
                 if name.startswith(prefix):
