@@ -426,6 +426,7 @@ class LibvirtHost:
             host=self.name,
             accel="kvm" if self.accel in ("kvm", "auto") else "tcg",  # auto: it is being tried
             hugepages_kib=self._inventory.hugepages_kib,
+            mmio_window_mib=self._inventory.mmio_window_mib,
             amd=self._capabilities.amd,
             firmware=self._firmware,
         )
