@@ -18,6 +18,7 @@ from urllib.parse import quote, urlsplit
 import aiohttp
 from pydantic import BaseModel, ValidationError
 
+from gpuspawner.checkup import HostCheck
 from gpuspawner.schema import (
     AcquireLease,
     AddHost,
@@ -51,14 +52,6 @@ STREAM_SILENCE_S = 45.0
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
-class Finding(Reply):
-    """One thing that ``GET hosts/NAME/check`` found."""
-
-    level: str
-    text: str
-    remedy: str = ""
-
-
 class _Leases(Reply):
     leases: list[Lease]
 
@@ -89,10 +82,6 @@ class _Limits(Reply):
 
 class _Audit(Reply):
     audit: list[AuditEntry]
-
-
-class _Findings(Reply):
-    findings: list[Finding]
 
 
 class AllocatorProblem(Exception):
@@ -328,10 +317,10 @@ class AllocatorClient:
         """Drain a host, or put it back."""
         return await self._call("PATCH", f"hosts/{_segment(name)}", Host, (200, 202), body=body)
 
-    async def check_host(self, name: str, *, timeout_s: float = 120.0) -> list[Finding]:
-        """What stands in the way of using a host, with remedies."""
+    async def check_host(self, name: str, *, timeout_s: float = 120.0) -> HostCheck:
+        """A host as it is now, and what stands in the way of using it, with remedies."""
         path = f"hosts/{_segment(name)}/check"
-        return (await self._call("GET", path, _Findings, timeout_s=timeout_s)).findings
+        return await self._call("GET", path, HostCheck, timeout_s=timeout_s)
 
     async def diagnoses(self, **filters: str) -> list[Diagnosis]:
         """Runs of the service VM, newest first."""

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from pydantic import BaseModel, ConfigDict
-
-from gpuspawner import __version__, schema
-from gpuspawner.allocator import views
+from gpuspawner import __version__, checkup, schema
+from gpuspawner.allocator import checking, views
 from gpuspawner.allocator.clock import moment, now_ms
 from gpuspawner.allocator.context import Context
 from gpuspawner.allocator.errors import ApiError, not_found
@@ -24,16 +22,6 @@ from gpuspawner.ledger.records import GpuRecord
 from gpuspawner.pool.states import GpuState, IllegalTransition
 
 log = logging.getLogger(__name__)
-
-
-class Finding(BaseModel):
-    """One thing that a check found."""
-
-    model_config = ConfigDict(frozen=True)
-
-    level: str
-    text: str
-    remedy: str = ""
 
 
 class PoolApi:
@@ -55,7 +43,7 @@ class PoolApi:
             Route("PATCH", "hosts/{name}", "manage", self.change_host, "Drain a host or undo it",
                   schema.ChangeHost, schema.Host),
             Route("GET", "hosts/{name}/check", "view", self.check_host, "What is wrong with a host",
-                  None, reply_list("findings", Finding)),
+                  None, checkup.HostCheck),
             Route("GET", "gpus", "view", self.gpus, "All GPUs", None, gpus),
             Route("GET", "gpus/counts", "anyone", self.counts, "What is free, by model", None,
                   schema.GpuCounts),
@@ -129,44 +117,11 @@ class PoolApi:
         return Answer(200, await self._host(name))
 
     async def check_host(self, call: Call) -> Answer:
-        """What keeps a host or its GPUs out of the pool, each with its remedy."""
+        """A host as it is now, and what keeps it or its GPUs out of the pool, with remedies."""
         host = await self._host(call.path["name"])
-        findings: list[Finding] = []
-        if host.state != "ready":
-            findings.append(
-                Finding(level="error", text=f"The host is {host.state}: {host.reason or 'waiting'}")
-            )
-        if host.drained:
-            findings.append(
-                Finding(
-                    level="warning", text="The host is drained and takes no new leases.",
-                    remedy=f"gpuspawner host undrain {host.name}",
-                )
-            )  # fmt: skip
-        service = self.ctx.images.service()
-        if service is None or service.digest not in host.images:
-            findings.append(
-                Finding(
-                    level="error", text="The host has no service VM image: no GPU can be wiped.",
-                    remedy="gpuspawner image build service",
-                )
-            )  # fmt: skip
-        for gpu in await self._gpus():
-            if gpu.host == host.name:
-                findings += [
-                    Finding(level="error", text=f"GPU {gpu.address}: {problem}")
-                    for problem in gpu.problems
-                ]
-                if gpu.state in ("failed", "lost", "quarantined"):
-                    findings.append(
-                        Finding(
-                            level="warning",
-                            text=f"GPU {gpu.address} is {gpu.state}: {gpu.reason}",
-                            remedy=f"gpuspawner gpu retest {host.name} {gpu.address}",
-                        )
-                    )
+        found = await checking.check(self.ctx, host, await self._gpus())
         self.keeper.look_again(host.name)
-        return Answer(200, {"findings": findings})
+        return Answer(200, found)
 
     # ------------------------------------------------------------------ GPUs
 

@@ -14,11 +14,12 @@ from urllib.parse import urlsplit
 import typer
 from traitlets.config.loader import Config, PyFileConfigLoader
 
+from gpuspawner.checkup import Finding
 from gpuspawner.cli.common import Json, show_json
 from gpuspawner.cli.hosts import show_findings
 from gpuspawner.cli.images import read_manifests
 from gpuspawner.cli.tokens import PROXY_TOKEN, SERVICE_TOKEN
-from gpuspawner.client import AllocatorClient, AllocatorProblem, Finding
+from gpuspawner.client import AllocatorClient, AllocatorProblem
 from gpuspawner.config import ConfigError, Installation, config_path, installation
 from gpuspawner.hub_url import hub_url_problem
 

@@ -9,9 +9,10 @@ from typing import Annotated, Literal
 
 import typer
 
+from gpuspawner.checkup import CheckedGpu, Finding, HostCheck, Link
 from gpuspawner.cli.common import Json, Reason, ask, build, fail, plain, show_json, show_table
 from gpuspawner.cli.hardware import HardwareError, read_hardware
-from gpuspawner.client import AllocatorClient, Finding
+from gpuspawner.client import AllocatorClient
 from gpuspawner.hardware import HostHardware
 from gpuspawner.schema import AddHost, ChangeHost, Host
 
@@ -152,14 +153,70 @@ def undrain(name: Name, reason: Reason = "") -> None:
 
 @app.command()
 def check(name: Name, json: Json = False) -> None:
-    """Look for what stands in the way of using a host; exit status 1 if anything does."""
-    findings = ask(lambda client: client.check_host(name))
+    """Show a host's parts as they are now, and what to change; exit status 1 if anything stands
+    in the way of using it."""
+    found = ask(lambda client: client.check_host(name))
     if json:
-        show_json(findings)
+        show_json(found)
     else:
-        show_findings(findings)
-    if any(finding.level in BAD_LEVELS for finding in findings):
+        _show_parts(found)
+        show_findings(found.findings)
+    if any(finding.level in BAD_LEVELS for finding in found.findings):
         raise typer.Exit(1)
+
+
+def _show_parts(found: HostCheck) -> None:
+    """The machine, its nodes and its GPUs; nothing for a host that could not be asked."""
+    for what, value in found.machine.items():
+        typer.echo(f"{plain(what)}: {plain(value)}")
+    if found.nodes:
+        show_table(
+            ("node", "cores", "cpus", "MiB", "free", "reserve", "for guests", "hugepages (free)"),
+            (
+                (
+                    node.id, node.cores, node.cpus, node.memory_mib, node.free_mib,
+                    node.reserve_mib, node.usable_mib,
+                    ", ".join(
+                        f"{pool.total} of {pool.kib // 1024} MiB ({pool.free})"
+                        for pool in node.hugepages
+                        if pool.total
+                    ),
+                )
+                for node in found.nodes
+            ),
+            "",
+        )  # fmt: skip
+    if found.gpus:
+        show_table(
+            ("gpu", "model", "node", "group", "link", "port", "BARs", "reset", "driver", "pool"),
+            (
+                (
+                    gpu.address,
+                    f"{gpu.model} (emulated)" if gpu.emulated else gpu.model,
+                    gpu.node,
+                    f"{gpu.group}: {' '.join(gpu.functions)}",
+                    _link(gpu.link),
+                    f"{gpu.port} {_link(gpu.port_link)}".strip(),
+                    " + ".join(f"{mib} MiB" for mib in gpu.bars_mib),
+                    " ".join(gpu.reset_methods),
+                    gpu.driver,
+                    _in_pool(gpu),
+                )
+                for gpu in found.gpus
+            ),
+            "",
+        )
+
+
+def _link(link: Link) -> str:
+    if not link.width:
+        return ""
+    now = f"{link.gts:g} GT/s x{link.width}"
+    return f"{now} of {link.max_gts:g} x{link.max_width}" if link.max_width else now
+
+
+def _in_pool(gpu: CheckedGpu) -> str:
+    return "no, see below" if gpu.problems else gpu.state
 
 
 def show_findings(findings: list[Finding]) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from gpuspawner.host.inspection import Inspection
 from gpuspawner.pool.topology import Claim, Gpu, Inventory
 from gpuspawner.pool.verdict import Witness
 
@@ -132,6 +133,10 @@ class GpuHost(Protocol):
 
     async def survey(self) -> Inventory:
         """What the host has now."""
+        ...
+
+    async def inspect(self) -> Inspection:
+        """The host as it is now, and what there is to put right on it."""
         ...
 
     async def gateway(self) -> str:

@@ -19,6 +19,7 @@ _FIRST_PORT_INDEX = 8
 _FIRST_PORT_SLOT = 0x10
 _LAST_PORT_SLOT = 0x1D  # 0x1f is the chipset's
 _PORTS_PER_EXPANDER = 16
+_OWN_WINDOW_MIB = 32 * 1024
 _EDU_DMA_MASK = 0xFFFFFFFF  # edu's own default, 28 bits, misses the memory of larger guests
 _FAULTY_DMA_MASK = 0xFFFF  # a stray write then hits low memory that nothing uses
 
@@ -186,7 +187,10 @@ def gpu_ports_and_devices(spec: GuestSpec) -> Iterator[ET.Element]:
     gpus = real(spec)
     if not gpus:
         return
-    yield el("controller", type="pci", index="0", model="pcie-root")
+    root = el("controller", type="pci", index="0", model="pcie-root")
+    if mib := large_window_mib(spec):
+        root.append(el("pcihole64", text=str(mib * 1024), unit="KiB"))
+    yield root
     cells = [cell.node for cell in spec.claim.cells]
     ports: list[ET.Element] = []
     hostdevs: list[ET.Element] = []
@@ -206,6 +210,22 @@ def gpu_ports_and_devices(spec: GuestSpec) -> Iterator[ET.Element]:
             index += 1
     yield from ports
     yield from hostdevs
+
+
+def large_window_mib(spec: GuestSpec) -> int:
+    """The window for 64-bit BARs to ask for, in MiB, a power of two; 0 where QEMU's own 32 GiB
+    hold the GPUs' BARs twice, as they may have to for alignment."""
+    needed = 2 * sum(gpu.mmio_mib for gpu in real(spec))
+    return 1 << (needed - 1).bit_length() if needed > _OWN_WINDOW_MIB else 0
+
+
+def firmware_window(mib: int) -> ET.Element:
+    """The same window for OVMF, which does not read QEMU's; older builds make one of 32 GiB
+    whatever the CPU can. libvirt keeps this name from ``<sysinfo>``, so QEMU is told directly."""
+    line = ET.Element(f"{{{QEMU_URI}}}commandline")
+    for text in ("-fw_cfg", f"name=opt/ovmf/X-PciMmio64Mb,string={mib}"):
+        ET.SubElement(line, f"{{{QEMU_URI}}}arg", value=text)
+    return line
 
 
 def _by_cell(gpus: Sequence[Gpu], cells: Sequence[int]) -> list[tuple[int | None, list[Gpu]]]:

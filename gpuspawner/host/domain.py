@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from gpuspawner.host import devices
 from gpuspawner.host.api import GuestSpec
 from gpuspawner.host.devices import Parts, el
-from gpuspawner.pool.topology import Cell
+from gpuspawner.pool.topology import Cell, Node
 
 METADATA_URI = "urn:gpuspawner:guest:1"
 METADATA_PREFIX = "gpuspawner"
@@ -32,8 +32,11 @@ class Binding:
 
     On real hosts both are themselves. On an emulated host CPU n is n modulo the real CPUs and
     every node is the one that is there. ``housekeeping`` are the (declared) CPUs of each node
-    that no lease gets, for QEMU's own threads.
+    that no lease gets, for QEMU's own threads. ``nodes`` are the host's; a claim of what they
+    lack is refused.
     """
+
+    nodes: Mapping[int, Node]
 
     cpus: tuple[int, ...] = ()  # the real CPUs; empty: identity
     single_node: int | None = None  # every node is this one; None: identity
@@ -64,7 +67,8 @@ class Binding:
 class Options:
     """What a host can do. ``accel`` is ``kvm`` or ``tcg``. ``hugepages_kib`` is the page size to
     take leases' memory from, 0 for ordinary pages. ``amd`` tells the CPU's vendor. ``firmware`` is
-    ``bios`` (for kernels given by the host) or ``efi``."""
+    ``bios`` (for kernels given by the host) or ``efi``. ``mmio_window_mib`` is the room for GPUs'
+    BARs in a guest, 0 if it is not known."""
 
     instance: str
     host: str
@@ -72,6 +76,7 @@ class Options:
     hugepages_kib: int = 0
     amd: bool = False
     firmware: str = "bios"
+    mmio_window_mib: int = 0
 
 
 def domain_name(instance: str, kind: str, uuid: str) -> str:
@@ -81,10 +86,9 @@ def domain_name(instance: str, kind: str, uuid: str) -> str:
 
 
 def build_domain(spec: GuestSpec, binding: Binding, parts: Parts, options: Options) -> str:
-    """The whole domain. Raises ``ValueError`` for a claim without CPUs or memory, or with more
-    GPUs than fit."""
-    if not spec.claim.cpus or spec.claim.memory_mib <= 0:
-        raise ValueError(f"The claim of {spec.uuid} has no CPUs or no memory.")
+    """The whole domain. Raises ``ValueError`` for a claim without CPUs or memory, of CPUs, nodes
+    or pages that the host lacks, or with more GPUs than fit."""
+    check_claim(spec, binding, options)
     kvm = options.accel == "kvm"
     domain = ET.Element("domain", type="kvm" if kvm else "qemu")
     domain.append(el("name", text=domain_name(options.instance, spec.kind, spec.uuid)))
@@ -108,6 +112,8 @@ def build_domain(spec: GuestSpec, binding: Binding, parts: Parts, options: Optio
         domain.append(el(event, text="destroy"))
     domain.append(power_management())
     domain.append(devices.build_devices(spec, parts, kvm=kvm))
+    if mib := devices.large_window_mib(spec):
+        domain.append(devices.firmware_window(mib))
     if devices.emulated(spec):
         for model in parts.confining_models:
             # QEMU opens the GPU's memory by a path that libvirt does not know and so does not
@@ -116,6 +122,36 @@ def build_domain(spec: GuestSpec, binding: Binding, parts: Parts, options: Optio
         domain.append(devices.emulated_gpus(spec, parts))
     ET.indent(domain)
     return ET.tostring(domain, encoding="unicode") + "\n"
+
+
+def check_claim(spec: GuestSpec, binding: Binding, options: Options) -> None:
+    """Refuse what the host does not have: libvirt would find out only when QEMU runs, or bind to
+    something else. Raises ``ValueError`` that says what is missing."""
+    if not spec.claim.cpus or spec.claim.memory_mib <= 0:
+        raise ValueError(f"The claim of {spec.uuid} has no CPUs or no memory.")
+    # Only leases' memory is counted in hugepages; the service VM lives on the reserve.
+    pages_kib = page_size(spec, options)
+    for cell in spec.claim.cells:
+        node = binding.nodes.get(cell.node)
+        if node is None:
+            raise ValueError(f"The host has no node {cell.node}.")
+        # The service VM of a GPU on a node without CPUs runs on a housekeeping core elsewhere.
+        around = (node,) if spec.kind == "lease" else binding.nodes.values()
+        there = {core for each in around for core in each.cores}
+        if lacking := [core for core in cell.cores if core not in there]:
+            cpus = ", ".join(str(cpu) for core in lacking for cpu in core)
+            raise ValueError(f"Node {cell.node} has no core of the CPUs {cpus}.")
+        if pages_kib and cell.memory_mib > node.memory_mib:
+            raise ValueError(
+                f"Node {cell.node} has {node.memory_mib} MiB in pages of {pages_kib // 1024} MiB, "
+                f"and {cell.memory_mib} MiB are claimed of it."
+            )
+    needed = sum(gpu.mmio_mib for gpu in devices.real(spec))
+    if options.mmio_window_mib and needed > options.mmio_window_mib:
+        raise ValueError(
+            f"The BARs of {len(spec.gpus)} GPUs take {needed} MiB, and a guest on this host has a "
+            f"window of {options.mmio_window_mib} MiB for them."
+        )
 
 
 def printable(text: str, length: int) -> str:
@@ -201,7 +237,7 @@ def operating_system(spec: GuestSpec, parts: Parts, options: Options) -> ET.Elem
     """Kernel and initrd from the host where the image has them: no boot loader to wait for, and
     the command line is ours. Else the disk boots itself."""
     system = el("os")
-    if options.firmware == "efi" or parts.kernel is None:
+    if options.firmware == "efi" or parts.kernel is None or devices.large_window_mib(spec):
         system.set("firmware", "efi")  # SeaBIOS places the 64-bit BARs of large GPUs badly
     system.append(el("type", text="hvm", arch="x86_64", machine="q35"))
     if parts.kernel is None:

@@ -241,3 +241,15 @@ def parse_capabilities(text: str) -> Capabilities:
         qemu_gid=gid,
         confining_models=tuple(confining),
     )
+
+
+def look(connection: Any) -> tuple[Capabilities, tuple[int, ...]]:
+    """Capabilities, and the CPUs that are online."""
+    present = connection.getCPUMap(0)[1]
+    cpus = tuple(number for number, online in enumerate(present) if online)
+    return parse_capabilities(connection.getCapabilities()), cpus
+
+
+def versions(connection: Any) -> tuple[int, int]:
+    """Of libvirt and of QEMU, as libvirt counts them."""
+    return connection.getLibVersion(), connection.getVersion()

@@ -7,16 +7,16 @@ an admin does about it; it is never dropped or silently moved to another node.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+from gpuspawner.host.problems import mmio_mib, mmio_window_mib, problems
 from gpuspawner.pool.topology import Core, Gpu, Inventory, Node
 from gpuspawner.pool.verdict import Witness
 
 _BRIDGE_CLASS = "06"
 _KINDS = {"10de": "nvidia", "1002": "amd", "8086": "intel"}
 _PAGES_KIB = {"off": 0, "2M": 2048, "1G": 1048576}
-VFIO_DRIVERS = ("vfio-pci", "_vfio_pci")  # the stub, and variant drivers (mlx5_vfio_pci, ...)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,29 +71,31 @@ def parse_inventory(
     installation's guests hold of each node's hugepages, in MiB: with what is free, it is what
     placement may give out. A GPU that does not answer on the bus is as good as pulled out,
     whatever the kernel still lists."""
+    ids = [int(entry["id"]) for entry in answer["nodes"]]
     functions = answer["functions"]
     found = []
     for function in functions:
         rule = next((rule for rule in rules.gpus if rule.matches(function)), None)
         if rule is not None and function.get("answers", True):
-            found.append((function, rule))
-    nodes_of = dict(rules.nodes_of)
-    on = {nodes_of.get(str(each["address"]), int(each["node"])) for each, _rule in found}
-    pages_kib = page_size_kib(answer["nodes"], rules, on)
-    ids = [int(entry["id"]) for entry in answer["nodes"]]
+            found.append((function, rule, _node_of(function, dict(rules.nodes_of), ids)))
+    pages_kib = page_size_kib(answer["nodes"], rules, {node for _, _, node in found})
+    window_mib = mmio_window_mib(answer.get("cpu", {}))
     nodes = tuple(
         _node(entry, ids, rules, pages_kib, (held_mib or {}).get(int(entry["id"]), 0))
         for entry in answer["nodes"]
     )
     system = tuple(core for node in nodes for core in node.cores[: rules.system_cores])
-    gpus = [_gpu(function, functions, rule, nodes, nodes_of) for function, rule in found]
+    gpus = [
+        _gpu(function, functions, rule, node, ids, window_mib) for function, rule, node in found
+    ]
     return Inventory(
         host=host,
         boot_id=str(answer["boot_id"]),
         nodes=nodes,
-        gpus=tuple(sorted(_one_per_group(gpus), key=lambda gpu: gpu.address)),
+        gpus=tuple(_one_per_slot(gpus)),
         system_cores=system,
         hugepages_kib=pages_kib,
+        mmio_window_mib=window_mib,
     )
 
 
@@ -169,12 +171,22 @@ def _node(
     )
 
 
+def _node_of(function: Mapping[str, Any], said: Mapping[str, int], ids: Sequence[int]) -> int:
+    """A GPU's node: what the admin says, else the firmware. It need not say where there is only
+    one node."""
+    node = int(function["node"])
+    if node < 0 and len(ids) == 1:
+        node = ids[0]
+    return said.get(str(function["address"]), node)
+
+
 def _gpu(
     function: Mapping[str, Any],
     functions: Sequence[Mapping[str, Any]],
     rule: GpuRule,
-    nodes: Sequence[Node],
-    nodes_of: Mapping[str, int],
+    node: int,
+    nodes: Sequence[int],
+    window_mib: int,
 ) -> Gpu:
     address = str(function["address"])
     group = int(function["group"])
@@ -182,7 +194,6 @@ def _gpu(
     # Bridges of a group stay with the host; what sits behind them is what moves.
     members = [each for each in members if not str(each["class"]).startswith(_BRIDGE_CLASS)]
     members = members or [function]
-    node = nodes_of.get(address, int(function["node"]))
     return Gpu(
         address=address,
         model=rule.model or str(function["id"]),
@@ -193,52 +204,15 @@ def _gpu(
         memory_mib=rule.memory_mib,
         link_speed_gts=float(function["link_speed_gts"]),
         link_width=int(function["link_width"]),
-        problems=tuple(_problems(address, node, group, members, nodes)),
+        problems=tuple(problems(address, node, members, nodes, window_mib)),
         kind=rule.kind_of(function),
+        mmio_mib=mmio_mib(members),
     )
 
 
-def _problems(
-    address: str,
-    node: int,
-    group: int,
-    members: Sequence[Mapping[str, Any]],
-    nodes: Sequence[Node],
-) -> list[str]:
-    problems = []
-    if node not in {each.id for each in nodes}:
-        problems.append(
-            f"The firmware does not say on which NUMA node {address} is (it says {node}). Set its "
-            "node in the host's configuration; 'lspci -tv' and the board's manual tell which."
-        )
-    if group < 0:
-        problems.append(
-            f"{address} is in no IOMMU group. Switch the IOMMU on in firmware and kernel "
-            "(intel_iommu=on or amd_iommu=on), then reboot the host."
-        )
-    for each in members:
-        driver = str(each["driver"])
-        if not driver.endswith(VFIO_DRIVERS):
-            problems.append(
-                f"{each['address']} is bound to {driver or 'no driver'}. Bind every function of "
-                "the GPU's IOMMU group to vfio-pci at boot (driver_override)."
-            )
-    return problems
-
-
-def _one_per_group(gpus: Sequence[Gpu]) -> list[Gpu]:
-    """Two GPUs in one IOMMU group cannot go to two leases: the first stands for the group, with
-    the problem named."""
-    kept: dict[int | str, Gpu] = {}
+def _one_per_slot(gpus: Sequence[Gpu]) -> list[Gpu]:
+    """A card of which the rules fit several functions is one GPU, by its first function."""
+    kept: dict[str, Gpu] = {}
     for gpu in sorted(gpus, key=lambda each: each.address):
-        key: int | str = gpu.group if gpu.group >= 0 else gpu.address
-        if key not in kept:
-            kept[key] = gpu
-            continue
-        first = kept[key]
-        problem = (
-            f"{first.address} and {gpu.address} are in one IOMMU group ({gpu.group}) and can only "
-            "be passed on together. Move one to another slot, or switch ACS on in the firmware."
-        )
-        kept[key] = replace(first, problems=(*first.problems, problem))
+        kept.setdefault(gpu.address.rsplit(".", 1)[0], gpu)
     return list(kept.values())

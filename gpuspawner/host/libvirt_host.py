@@ -7,12 +7,11 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 from gpuspawner.host import accel as accel_probe
 from gpuspawner.host import guests as vms
-from gpuspawner.host import volumes
+from gpuspawner.host import surveying, volumes
 from gpuspawner.host.api import Channel, Guest, GuestSpec, HostError, Image
 from gpuspawner.host.channel import StreamChannel
 from gpuspawner.host.connection import THREADS, Connection
@@ -20,7 +19,8 @@ from gpuspawner.host.devices import real
 from gpuspawner.host.domain import Options, build_domain
 from gpuspawner.host.emulated import IDENTITY_BYTES, Emulated, identity_page, is_identity_page
 from gpuspawner.host.handover import check_gpus
-from gpuspawner.host.inventory import HostRules, parse_inventory, parse_witness
+from gpuspawner.host.inspection import Inspection, inspect_declared
+from gpuspawner.host.inventory import HostRules, parse_witness
 from gpuspawner.host.network import GuestNetwork
 from gpuspawner.host.shell import Shell
 from gpuspawner.host.volumes import Owner, Pool
@@ -105,7 +105,7 @@ class LibvirtHost:
         """Connect, make pool, network and emulated GPUs ready, and find out about KVM."""
         self._on_change = on_change
         await self._connection.open()
-        self._capabilities, self._real_cpus = await self._call(_look, "reading its capabilities")
+        self._capabilities, self._real_cpus = await self._call(vms.look, "reading its capabilities")
         await self._call(self._pool.ensure, "preparing its storage pool", deadline_s=60)
         await self._close_network()
         await self._end_probes()
@@ -151,20 +151,31 @@ class LibvirtHost:
     async def survey(self) -> Inventory:
         """What the host has now."""
         await self._close_network()
+        return (await self._look_at_hardware())[0]
+
+    async def _look_at_hardware(self) -> tuple[Inventory, dict[str, Any]]:
+        """The inventory and, of a real host, the probe's answer."""
         if self._emulated is not None:
-            inventory = self._emulated.inventory(self.name, await self._boot_id())
-        else:
-            # What a guest that comes or goes meanwhile holds counts as neither free nor held.
-            before = {each.guest.uuid for each in await self._call(self._list, "listing its VMs")}
-            answer = await self._probe("inventory")
-            held = vms.held_mib(
-                each
-                for each in await self._call(self._list, "listing its VMs")
-                if each.guest.uuid in before
-            )
-            inventory = parse_inventory(self.name, answer, self._rules, held)
-        self._inventory = inventory
-        return inventory
+            self._inventory = self._emulated.inventory(self.name, await self._boot_id())
+            return self._inventory, {}
+        self._inventory, answer = await surveying.survey_real(
+            self.name, self._probe, lambda: self._call(self._list, "listing its VMs"), self._rules
+        )
+        return self._inventory, answer
+
+    async def inspect(self) -> Inspection:
+        """The host as it is now, and what there is to put right on it."""
+        inventory, answer = await self._look_at_hardware()
+        if self._shell is None:
+            return inspect_declared(inventory)
+        return await surveying.inspect(
+            inventory,
+            answer,
+            self._probe,
+            lambda: self._call(vms.versions, "asking for its version"),
+            rules=self._rules,
+            kvm=self._capabilities.kvm,
+        )
 
     async def gateway(self) -> str:
         """The host's address on the guests' network, without prefix."""
@@ -392,7 +403,7 @@ class LibvirtHost:
     async def _boot_id(self) -> str:
         if self._shell is not None:
             return str((await self._probe("boot"))["boot_id"])
-        return _own_boot_id()
+        return surveying.own_boot_id()
 
     async def _own_addresses(self) -> list[str]:
         """The host's addresses on other networks than the guests': no guest may reach them."""
@@ -422,6 +433,7 @@ class LibvirtHost:
             host=self.name,
             accel="kvm" if self.accel in ("kvm", "auto") else "tcg",  # auto: it is being tried
             hugepages_kib=self._inventory.hugepages_kib,
+            mmio_window_mib=self._inventory.mmio_window_mib,
             amd=self._capabilities.amd,
             firmware=self._firmware,
         )
@@ -491,14 +503,3 @@ class LibvirtHost:
         if why:
             log.warning("host %s: KVM does not work (%s), guests run under TCG", self.name, why)
         return "tcg" if why else "kvm"
-
-
-def _own_boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-def _look(connection: Any) -> tuple[vms.Capabilities, tuple[int, ...]]:
-    """Capabilities, and the CPUs that are online."""
-    present = connection.getCPUMap(0)[1]
-    cpus = tuple(number for number, online in enumerate(present) if online)
-    return vms.parse_capabilities(connection.getCapabilities()), cpus

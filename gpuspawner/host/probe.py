@@ -9,6 +9,7 @@ Standard library only, Python 3.7 or later. One JSON object on one line: the ans
     boot            the boot id
     addresses       the machine's own IPv4 addresses, loopback left out
     inventory       NUMA nodes, CPUs, memory, and every PCI function with group, node and link
+    machine         what else an admin may have to put right: CPU, IOMMU, modules, swap, clock
     witness ADDR    whether the device in this slot answers on the bus, its ids, link and errors
     reset ADDR      reset every function of the device's IOMMU group that can be, or all at once
     released ADDR   whether no process holds the device's VFIO group
@@ -26,6 +27,7 @@ import os
 import re
 import struct
 import sys
+import time
 from typing import Any, Callable, Dict  # noqa: UP035  (Python 3.7)
 
 Answer = Dict[str, Any]  # noqa: UP006
@@ -52,18 +54,23 @@ def read(path: str, default: str = "") -> str:
 
 def number(text: str, default: float = 0.0) -> float:
     """The number that a text starts with: '16.0 GT/s PCIe' is 16.0."""
-    match = re.match(r"[-+]?(0x[0-9a-fA-F]+|[0-9.]+)", text)
+    match = re.match(r"[-+]?(0x[0-9a-fA-F]{1,16}|[0-9]+(\.[0-9]+)?)", text)
     if not match:
         return default
     word = match.group(0)
     return float(int(word, 16)) if "0x" in word else float(word)
 
 
+def whole(text: str, default: int = 0) -> int:
+    """As ``number``, all 64 bits of it."""
+    match = re.match(r"0x([0-9a-fA-F]{1,16})", text)
+    return int(match.group(1), 16) if match else int(number(text, default))
+
+
 def cpu_list(text: str) -> list[int]:
-    """'0-2,8' is [0, 1, 2, 8]."""
+    """'0-2,8' is [0, 1, 2, 8]. What is no such list is left out."""
     cpus: list[int] = []
-    for part in filter(None, text.split(",")):
-        first, _, last = part.partition("-")
+    for first, last in re.findall(r"(?:^|,)(\d{1,6})(?:-(\d{1,6}))?(?=,|$)", text):
         cpus.extend(range(int(first), int(last or first) + 1))
     return cpus
 
@@ -98,24 +105,24 @@ def addresses() -> Answer:
 
 
 def cores(cpus: list[int]) -> list[tuple[int, ...]]:
-    """Logical CPUs grouped by physical core."""
+    """Logical CPUs that are online, grouped by physical core."""
+    online = {
+        cpu for cpu in cpus if read(f"{SYSFS}/devices/system/cpu/cpu{cpu}/online", "1") != "0"
+    }
     found = set()
-    for cpu in cpus:
-        base = f"{SYSFS}/devices/system/cpu/cpu{cpu}"
-        if read(base + "/online", "1") == "0":
-            continue
-        siblings = read(base + "/topology/thread_siblings_list", str(cpu))
-        found.add(tuple(cpu_list(siblings)))
+    for cpu in online:
+        topology = f"{SYSFS}/devices/system/cpu/cpu{cpu}/topology"
+        siblings = online.intersection(cpu_list(read(topology + "/thread_siblings_list")))
+        found.add(tuple(sorted(siblings | {cpu})))
     return sorted(found)
 
 
 def hugepages(base: str) -> dict[int, dict[str, int]]:
     pools = {}
     for pool in glob.glob(base + "/hugepages/hugepages-*kB"):
-        size = int(pool.rsplit("-", 1)[1][:-2])
-        pools[size] = {
-            "total": int(read(pool + "/nr_hugepages", "0") or 0),
-            "free": int(read(pool + "/free_hugepages", "0") or 0),
+        pools[whole(pool.rsplit("-", 1)[1])] = {
+            "total": whole(read(pool + "/nr_hugepages")),
+            "free": whole(read(pool + "/free_hugepages")),
         }
     return pools
 
@@ -126,11 +133,11 @@ def nodes() -> list[Answer]:
         meminfo = read(base + "/meminfo")
         result.append(
             {
-                "id": int(base.rsplit("node", 1)[1]),
+                "id": whole(base.rsplit("node", 1)[1]),
                 "cores": cores(cpu_list(read(base + "/cpulist"))),
                 "memory_kib": memory_kib(meminfo, "MemTotal"),
                 "free_kib": memory_kib(meminfo, "MemFree"),
-                "distances": [int(word) for word in read(base + "/distance").split()],
+                "distances": [whole(word) for word in read(base + "/distance").split()],
                 "hugepages": hugepages(base),
             }
         )
@@ -157,42 +164,121 @@ def link_name(path: str) -> str:
         return ""
 
 
-def link(base: str) -> tuple[float, int]:
-    """Speed and width as the device itself says; where it has no PCIe capability, its port."""
-    for place in (base, os.path.join(os.path.realpath(base), "..")):
-        speed = number(read(place + "/current_link_speed"))
-        width = number(read(place + "/current_link_width"))
+def port_of(base: str) -> str:
+    """The folder of the port above a function, '' if it is on a root bus."""
+    above = os.path.dirname(os.path.realpath(base))
+    return above if ADDRESS.match(os.path.basename(above)) else ""
+
+
+def link(base: str, kind: str = "current") -> tuple[float, int]:
+    """Speed and width as the device itself says; where it has no PCIe capability, its port.
+    ``kind`` is ``current`` or ``max``."""
+    for place in filter(None, (base, port_of(base))):
+        speed, width = own_link(place, kind)
         if speed and width:
-            return speed, int(width)
+            return speed, width
     return 0.0, 0
+
+
+def own_link(base: str, kind: str) -> tuple[float, int]:
+    """A width of 255 is the kernel's word for unknown."""
+    width = whole(read(f"{base}/{kind}_link_width"))
+    return number(read(f"{base}/{kind}_link_speed")), width if width < 255 else 0
+
+
+def bars(base: str) -> list[Answer]:
+    """The memory BARs: bytes, whether prefetchable, and whether the firmware placed them."""
+    found = []
+    for index, line in enumerate(read(base + "/resource").splitlines()[:6]):
+        first, last, flags = [*(whole(word) for word in line.split()), 0, 0, 0][:3]
+        if flags & 0x200 and last > first:
+            found.append({
+                "bar": index, "bytes": last - first + 1, "prefetch": bool(flags & 0x2000),
+                "placed": not flags & 0x20000000,
+            })  # fmt: skip
+    return found
 
 
 def function(base: str) -> Answer:
     group = link_name(base + "/iommu_group")
     speed, width = link(base)
-    vendor, device = (int(number(read(f"{base}/{name}"))) for name in ("vendor", "device"))
+    vendor, device = (whole(read(f"{base}/{name}")) for name in ("vendor", "device"))
+    port = port_of(base)
     return {
         "address": os.path.basename(base).lower(),
-        "id": f"{vendor:04x}:{device:04x}",
-        "class": f"{int(number(read(base + '/class'))):06x}",
-        "node": int(number(read(base + "/numa_node"), -1.0)),
-        "group": int(group) if group else -1,
+        "id": f"{vendor & 0xFFFF:04x}:{device & 0xFFFF:04x}",
+        "class": f"{whole(read(base + '/class')) & 0xFFFFFF:06x}",
+        "node": whole(read(base + "/numa_node"), -1),
+        "group": int(group) if group.isdigit() else -1,
         "driver": link_name(base + "/driver"),
         "link_speed_gts": speed,
         "link_width": width,
+        "link_able": own_link(base, "max"),
+        "port": os.path.basename(port),
+        "port_link": own_link(port, "current") if port else (0.0, 0),
+        "port_able": own_link(port, "max") if port else (0.0, 0),
+        "bars": bars(base),
+        "boot_vga": read(base + "/boot_vga") == "1",
+        "d3cold": read(base + "/d3cold_allowed") == "1",
+        "virtual": os.path.lexists(base + "/physfn"),
+        "vfs": whole(read(base + "/sriov_numvfs")),
+        "resettable": os.path.exists(base + "/reset"),
         "reset_methods": read(base + "/reset_method").split(),
         "answers": answers(config(base)),
     }
 
 
 def inventory() -> Answer:
-    functions = [function(base) for base in glob.glob(SYSFS + "/bus/pci/devices/*")]
+    functions, unread = [], {}
+    for base in glob.glob(SYSFS + "/bus/pci/devices/*"):
+        try:
+            functions.append(function(base))
+        except (OSError, ValueError, TypeError, OverflowError) as error:
+            # One odd device must not hide the others.
+            unread[os.path.basename(base)] = f"{type(error).__name__}: {error}"
     return {
         "v": 1,
         "boot_id": boot_id(),
         "kernel": os.uname().release,
+        "cpu": cpu(),
         "nodes": nodes(),
         "functions": sorted(functions, key=lambda each: each["address"]),
+        "unread": unread,
+    }
+
+
+def cpu() -> Answer:
+    """Of the first CPU. ``huge_1g``: it maps pages of 1 GiB."""
+    text = read(PROC + "/cpuinfo").split("\n\n")[0]
+
+    def value(name: str) -> str:
+        match = re.search(rf"^{name}\s*:\s*(.*)$", text, re.MULTILINE)
+        return match.group(1) if match else ""
+
+    flags = value("flags").split()
+    return {
+        "vendor": value("vendor_id"),
+        "model": value("model name"),
+        "phys_bits": whole(value("address sizes")),
+        "huge_1g": "pdpe1gb" in flags,
+        "guest": "hypervisor" in flags,
+    }
+
+
+def machine() -> Answer:
+    """``bridge_filter`` is '' where the kernel module is not loaded."""
+    return {
+        "v": 1,
+        "boot_id": boot_id(),
+        "time": time.time(),
+        "kernel": os.uname().release,
+        "cpu": cpu(),
+        "iommus": sorted(os.path.basename(each) for each in glob.glob(SYSFS + "/class/iommu/*")),
+        "vfio": os.path.isdir(SYSFS + "/bus/pci/drivers/vfio-pci"),
+        "kvm": os.path.exists(SYSFS + "/class/misc/kvm"),
+        "swaps": [line.split()[0] for line in read(PROC + "/swaps").splitlines()[1:] if line],
+        "thp": read(SYSFS + "/kernel/mm/transparent_hugepage/enabled"),
+        "bridge_filter": read(PROC + "/sys/net/bridge/bridge-nf-call-iptables"),
     }
 
 
@@ -400,6 +486,7 @@ VERBS: dict[str, Callable[..., Answer]] = {
     "boot": boot,
     "addresses": addresses,
     "inventory": inventory,
+    "machine": machine,
     "witness": witness,
     "reset": reset,
     "released": released,

@@ -18,6 +18,7 @@ def binding_of(inventory: Inventory, real_cpus: tuple[int, ...] | None) -> Bindi
     inventory's CPUs are the real ones."""
     system = {cpu for core in inventory.system_cores for cpu in core}
     return Binding(
+        nodes={node.id: node for node in inventory.nodes},
         cpus=real_cpus or (),
         single_node=None if real_cpus is None else 0,
         housekeeping={

@@ -74,8 +74,9 @@ def record_survey(tx: Connection, inventory: Inventory, now_ms: int) -> bool:
     """Store what a host has. True if it has rebooted since the last survey.
 
     GPUs that are new become ``new``; a GPU that is gone keeps its row, its owner and its history
-    and becomes ``lost`` unless somebody holds it. After a reboot everything that was proved about
-    a free GPU is old news: it must be diagnosed again.
+    and becomes ``lost`` unless somebody holds it; one that comes back stays lost until an admin
+    has it retested. After a reboot everything that was proved about a free GPU is old news, and
+    so it is when other devices are in its slot: it must be diagnosed again.
     """
     old = get(tx, inventory.host)
     rebooted = old is not None and old.boot_id not in (None, inventory.boot_id)
@@ -91,6 +92,11 @@ def record_survey(tx: Connection, inventory: Inventory, now_ms: int) -> bool:
         elif known[gpu.address].model != gpu.model:
             gpu_ledger.set_model(tx, inventory.host, gpu.address, gpu.model)
     present = {gpu.address for gpu in inventory.gpus}
+    swapped = {
+        gpu.address
+        for gpu in (old.inventory.gpus if old is not None and old.inventory is not None else ())
+        if gpu.address in present and inventory.gpu(gpu.address).ids != gpu.ids
+    }
     for record in known.values():
         if record.address not in present and record.state in (
             GpuState.NEW,
@@ -102,6 +108,9 @@ def record_survey(tx: Connection, inventory: Inventory, now_ms: int) -> bool:
             )
         elif rebooted and record.state is GpuState.UNASSIGNED:
             gpu_ledger.move(tx, record, GpuState.USED, now_ms, reason="The host has rebooted.")
+        elif record.address in swapped and record.state is GpuState.UNASSIGNED:
+            reason = "Other devices are in its slot than before."
+            gpu_ledger.move(tx, record, GpuState.USED, now_ms, reason=reason)
     gpu_ledger.touch_host(tx, inventory.host)
     return rebooted
 

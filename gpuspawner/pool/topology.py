@@ -42,6 +42,7 @@ class Gpu:
     """One GPU in its slot. ``functions`` are all PCI functions of its IOMMU group; they move
     together. ``problems`` keep it out of the pool, each with its remedy.
 
+    ``mmio_mib`` is the room that its BARs take of a guest's addresses.
     ``kind`` is what its checks are for: ``nvidia``, ``emulated``, ...; empty if unknown.
     ``emulated`` says who makes it: true if QEMU does, with the guest; false if it is in the host.
     """
@@ -58,6 +59,7 @@ class Gpu:
     emulated: bool = False
     problems: tuple[str, ...] = ()
     kind: str = ""
+    mmio_mib: int = 0
 
     @property
     def imitation(self) -> bool:
@@ -70,7 +72,8 @@ class Gpu:
 class Inventory:
     """What a host has, as one survey of it found. ``boot_id`` changes with each boot, and with
     it everything that was learnt about devices in use. ``hugepages_kib`` is the size of the pages
-    that guests' memory is made of, 0 for ordinary ones; the nodes' memory is counted in them."""
+    that guests' memory is made of, 0 for ordinary ones; the nodes' memory is counted in them.
+    ``mmio_window_mib`` is the room for GPUs' BARs in one guest, 0 if it is not known."""
 
     host: str
     boot_id: str
@@ -79,6 +82,7 @@ class Inventory:
     emulated: bool = False
     system_cores: tuple[Core, ...] = ()  # housekeeping: emulator threads, the service VM
     hugepages_kib: int = 0
+    mmio_window_mib: int = 0
 
     def node(self, node_id: int) -> Node:
         """The node with this number; ``KeyError`` if the host has none."""

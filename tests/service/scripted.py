@@ -12,10 +12,11 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gpuspawner.host.api import Channel, Guest, GuestSpec, HostError, HostTimeout, Image
+from gpuspawner.host.inspection import Finding, Inspection, inspect_declared
 from gpuspawner.pool.topology import Gpu, Inventory, Node
 from gpuspawner.pool.verdict import Witness
 from tests.layers import wait_for_async
@@ -101,6 +102,7 @@ class World:
     resets: list[str] = field(default_factory=list)
     history: list[tuple[str, str]] = field(default_factory=list)  # (what, uuid), in order
     script: Script = lambda run, nonce, gpu: encode(report(run, nonce, gpu))
+    findings: tuple[Finding, ...] = ()
     gone: set[str] = field(default_factory=set)
     blocked: frozenset[str] = frozenset()
     held: set[str] = field(default_factory=set)
@@ -232,6 +234,10 @@ class ScriptedHost:
     async def survey(self) -> Inventory:
         await self.world.enter("survey")
         return self.world.inventory
+
+    async def inspect(self) -> Inspection:
+        await self.world.enter("inspect")
+        return replace(inspect_declared(self.world.inventory), findings=self.world.findings)
 
     async def gateway(self) -> str:
         await self.world.breathe()

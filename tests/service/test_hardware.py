@@ -14,6 +14,8 @@ from gpuspawner import schema
 from gpuspawner.allocator.drivers import DriverSettings, host_rules
 from gpuspawner.client import AllocatorClient, AllocatorError
 from gpuspawner.hardware import GpuRule, HostHardware
+from gpuspawner.host.api import HostError
+from gpuspawner.host.inspection import Finding
 from gpuspawner.host.inventory import HostRules
 from gpuspawner.ledger import hosts as host_ledger
 from gpuspawner.ledger.database import Ledger
@@ -137,3 +139,28 @@ async def test_a_gpu_with_a_problem_is_not_diagnosed(site: Site) -> None:
         passed_through(world, problems=())
         await client.check_host("h1")
         await gpu_in(client, GPU, "unassigned")
+
+
+async def test_check_shows_the_host_as_it_is(site: Site) -> None:
+    """The parts, what the host itself complains of, and what its GPUs do."""
+    world = site.worlds["h1"]
+    passed_through(world, kind="nvidia")
+    world.findings = (Finding("warning", "The host swaps.", "swapoff -a"),)
+    async with site.running() as client:
+        await add(client)
+        await gpu_in(client, GPU, "new")
+        await wait_for_async(lambda: _ready(client), 30, "the host to be ready")
+        found = await client.check_host("h1")
+        assert [node.id for node in found.nodes] == [0, 1]
+        assert found.nodes[0].usable_mib == 65536 - 2048
+        assert [(gpu.address, gpu.state) for gpu in found.gpus] == [(GPU, "new")]
+        told = [(each.level, each.text, each.remedy) for each in found.findings]
+        assert ("warning", "The host swaps.", "swapoff -a") in told
+        assert any("gpu enroll" in each.remedy for each in found.findings)
+
+        passed_through(world, problems=("It is bound to nouveau.",))
+        world.fail["inspect"] = HostError("It is on fire.", "Water.")
+        found = await client.check_host("h1")
+        assert found.nodes == []
+        told = [(each.level, each.text, each.remedy) for each in found.findings]
+        assert ("error", "The host cannot be asked: It is on fire.", "Water.") in told

@@ -318,9 +318,31 @@ def test_host_drain_and_back(allocator: Allocator) -> None:
 
 def test_host_check_fails_with_an_error_only(allocator: Allocator) -> None:
     warning = {"level": "warning", "text": "no hugepages", "remedy": "reserve some"}
-    allocator.lay("GET", "hosts/lab-1/check", {"findings": [warning]})
+    gpu = {
+        "address": "0000:41:00.0", "model": "Lab GPU", "emulated": True, "kind": "emulated",
+        "node": 1, "group": 15, "functions": ["0000:41:00.0", "0000:41:00.1"],
+        "link": {"gts": 16, "width": 8, "max_gts": 32, "max_width": 16}, "port": "0000:40:01.0",
+        "port_link": {"gts": 16, "width": 8, "max_gts": 0, "max_width": 0}, "bars_mib": [16, 64],
+        "reset_methods": ["bus"], "driver": "vfio-pci", "state": "unassigned", "problems": [],
+    }  # fmt: skip
+    node = {
+        "id": 1, "cores": 4, "cpus": 8, "memory_mib": 65536, "free_mib": 1024, "reserve_mib": 0,
+        "usable_mib": 32768, "hugepages": [{"kib": 1048576, "total": 32, "free": 30}],
+    }  # fmt: skip
+    parts = {"host": "lab-1", "nodes": [node], "gpus": [gpu], "machine": {"CPU": "A CPU"}}
+    allocator.lay("GET", "hosts/lab-1/check", {**parts, "findings": [warning]})
+    shown = run("host", "check", "lab-1").stdout
+    for text in ("CPU: A CPU", "32 of 1024 MiB (30)", "Lab GPU (emulated)", "unassigned",
+                 "15: 0000:41:00.0 0000:41:00.1", "16 GT/s x8 of 32 x16", "0000:40:01.0 16 GT/s x8",
+                 "16 MiB + 64 MiB"):  # fmt: skip
+        assert text in shown
+    told = json.loads(run("host", "check", "lab-1", "--json").stdout)
+    assert told["gpus"][0]["link"]["width"] == 8
+    allocator.lay("GET", "hosts/lab-1/check", {"host": "lab-1", "findings": [warning]})
     assert run("host", "check", "lab-1").exit_code == 0
-    allocator.lay("GET", "hosts/lab-1/check", {"findings": [warning | {"level": "error"}]})
+    allocator.lay(
+        "GET", "hosts/lab-1/check", {"host": "lab-1", "findings": [warning | {"level": "error"}]}
+    )
     result = run("host", "check", "lab-1")
     assert result.exit_code == 1
     assert "-> reserve some" in result.stdout

@@ -13,7 +13,7 @@ import pytest
 
 from gpuspawner.host.devices import EmulatedMemory
 from gpuspawner.host.domain import METADATA_URI, Binding, build_domain, domain_name
-from gpuspawner.pool.topology import Cell, Claim
+from gpuspawner.pool.topology import Cell, Claim, Node
 from tests.unit.host_specs import CASES, GOLDEN, UUID, emulated_gpu, lease, real_gpu
 
 SCHEMA = Path("/usr/share/libvirt/schemas/domain.rng")
@@ -62,13 +62,13 @@ def test_gpu_that_is_gone_is_not_attached() -> None:
 
 
 def test_emulated_host_runs_on_the_real_cpus_and_node() -> None:
-    binding = Binding(cpus=(0, 1), single_node=0)
+    binding = Binding({}, cpus=(0, 1), single_node=0)
     assert [binding.cpu(number) for number in (0, 1, 2, 97)] == [0, 1, 0, 1]
     assert binding.node(3) == 0
 
 
 def test_real_host_runs_where_the_claim_says() -> None:
-    binding = Binding()
+    binding = Binding({})
     assert (binding.cpu(97), binding.node(3)) == (97, 3)
 
 
@@ -76,7 +76,8 @@ def test_uneven_claim_gets_a_flat_topology() -> None:
     cells = (Cell(0, ((0, 8), (1,)), 512),)
     case = CASES["one_gpu_kvm"]
     spec = lease((), cells)
-    root = ET.fromstring(build_domain(spec, case.binding, case.parts, case.options))
+    binding = replace(case.binding, nodes={0: Node(0, ((0, 8), (1,)), 1024)})
+    root = ET.fromstring(build_domain(spec, binding, case.parts, case.options))
     topology = root.find("cpu/topology")
     assert topology is not None
     assert topology.attrib == {"sockets": "1", "dies": "1", "cores": "3", "threads": "1"}
@@ -101,6 +102,28 @@ def test_the_service_vm_takes_no_hugepages() -> None:
     options = replace(case.options, hugepages_kib=1048576)
     text = build_domain(case.spec, case.binding, case.parts, options)
     assert "hugepages" not in text
+
+
+@pytest.mark.parametrize(
+    ("cell", "said"),
+    [
+        (Cell(7, ((4, 68),), 1024), "no node 7"),
+        (Cell(1, ((4, 68),), 1024), "Node 1 has no core of the CPUs 4, 68"),
+        (Cell(0, ((4,),), 1024), "Node 0 has no core of the CPUs 4"),
+        (Cell(0, ((4, 68),), 1 << 20), "524288 MiB in pages of 1024 MiB, and 1048576 MiB"),
+    ],
+)
+def test_what_the_host_lacks_is_refused(cell: Cell, said: str) -> None:
+    case = CASES["two_gpus_kvm"]
+    with pytest.raises(ValueError, match=said):
+        build_domain(lease((), (cell,)), case.binding, case.parts, case.options)
+
+
+def test_more_bars_than_the_window_holds_are_refused() -> None:
+    case = CASES["four_h100_two_cells_1g_pages_kvm"]
+    options = replace(case.options, mmio_window_mib=131072)
+    with pytest.raises(ValueError, match=r"BARs of 4 GPUs take 524480 MiB, .* of 131072 MiB"):
+        build_domain(case.spec, case.binding, case.parts, options)
 
 
 def test_claim_without_cpus_is_refused() -> None:

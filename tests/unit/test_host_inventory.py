@@ -199,12 +199,20 @@ def test_admin_may_name_the_node(machine: Machine) -> None:
     assert (gpu.node, gpu.problems) == (1, ())
 
 
-def test_two_gpus_in_one_group_are_one_with_a_problem(machine: Machine) -> None:
+def test_two_gpus_in_one_group_are_no_use_to_anyone(machine: Machine) -> None:
     machine.device("0000:41:00.0")
     machine.device("0000:42:00.0")
+    one, other = parse_inventory("a", machine.probe("inventory"), HostRules()).gpus
+    assert "0000:42:00.0 (10de:2330, class 030200) is in the IOMMU group of" in one.problems[0]
+    assert "0000:41:00.0 (10de:2330, class 030200) is in the IOMMU group of" in other.problems[0]
+
+
+def test_a_card_with_two_displays_is_one_gpu(machine: Machine) -> None:
+    machine.device("0000:41:00.0")
+    machine.device("0000:41:00.1")
     (gpu,) = parse_inventory("a", machine.probe("inventory"), HostRules()).gpus
-    assert gpu.address == "0000:41:00.0"
-    assert "can only be passed on together" in gpu.problems[0]
+    assert (gpu.address, gpu.problems) == ("0000:41:00.0", ())
+    assert gpu.functions == ("0000:41:00.0", "0000:41:00.1")
 
 
 def test_witness_of_a_healthy_gpu(machine: Machine) -> None:

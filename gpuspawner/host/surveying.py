@@ -1,0 +1,72 @@
+"""Asking a host what it has and how it is: the questions behind survey and inspection."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gpuspawner.host import guests as vms
+from gpuspawner.host.inspection import Inspection, Seen, inspect_declared, inspect_real
+from gpuspawner.host.inventory import HostRules, parse_inventory
+from gpuspawner.pool.topology import Inventory
+
+Probe = Callable[[str], Awaitable[dict[str, Any]]]
+
+
+async def survey_real(
+    name: str,
+    probe: Probe,
+    listing: Callable[[], Awaitable[Sequence[vms.Found]]],
+    rules: HostRules,
+) -> tuple[Inventory, dict[str, Any]]:
+    """A real host's inventory, and the probe's answer that it was made from. What a guest that
+    comes or goes meanwhile holds counts as neither free nor held."""
+    before = {each.guest.uuid for each in await listing()}
+    answer = await probe("inventory")
+    held = vms.held_mib(each for each in await listing() if each.guest.uuid in before)
+    return parse_inventory(name, answer, rules, held), answer
+
+
+async def inspect(
+    inventory: Inventory,
+    answer: Mapping[str, Any],
+    probe: Probe,
+    versions: Callable[[], Awaitable[tuple[int, int]]],
+    *,
+    rules: HostRules,
+    kvm: bool,
+) -> Inspection:
+    """What the host says of itself beside its inventory. ``answer`` is what ``survey_real`` gave,
+    empty for an emulated host; ``versions`` are libvirt's numbers for itself and QEMU; ``kvm`` is
+    whether libvirt offers it."""
+    libvirt, qemu = await versions()
+    started = time.time()
+    machine = await probe("machine")
+    seen = Seen(
+        machine=machine,
+        rules=rules,
+        libvirt=_version(libvirt),
+        qemu=_version(qemu),
+        kvm=kvm,
+        # The probe looked at its clock at some time between asking and answering.
+        off_s=_outside(float(machine["time"]), started, time.time()),
+        rest=answer,
+    )
+    return inspect_real(inventory, seen) if answer else inspect_declared(inventory, seen)
+
+
+def own_boot_id() -> str:
+    """Of the machine that this runs on."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _version(number: int) -> tuple[int, int, int]:
+    """libvirt counts 9.0.1 as 9000001."""
+    return number // 1_000_000, number // 1000 % 1000, number % 1000
+
+
+def _outside(value: float, first: float, last: float) -> float:
+    """How far ``value`` is from the span; negative before it."""
+    return min(0.0, value - first) + max(0.0, value - last)
