@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import tempfile
@@ -63,7 +64,7 @@ async def pool(lab: Lab, images_dir: Path) -> AsyncIterator[LabPool]:
     made.use_image(images_dir / "service", "service")
     made.use_image(images_dir / "tiny")
     try:
-        made.start()
+        await asyncio.to_thread(made.start)
         with timed("host add: survey, and a boot to see whether KVM works"):
             await made.add_lab()
         yield made

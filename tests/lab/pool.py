@@ -70,6 +70,11 @@ class LabPool(Pool):
         action = schema.GpuAction(action="hold", reason="the tests do without")
         await self.client.gpu_action(self.host, gpu.address, action)
 
+    async def unhold(self, gpu: LabGpu) -> None:
+        """Let it be used again."""
+        action = schema.GpuAction(action="unhold", reason="the tests do without")
+        await self.client.gpu_action(self.host, gpu.address, action)
+
     async def lab_gpu_in(self, gpu: LabGpu, *states: str) -> schema.Gpu:
         """Wait until a GPU of the lab is in one of these states."""
         return await self.gpu_in(*states, timeout=DIAGNOSIS_S, address=gpu.address)

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 GPU = {gpu.name: gpu for gpu in GPUS}
 NODE0, NODE1, PULLED = GPU["gpu0"], GPU["gpu2"], GPU["gpu5"]
-SPARE = (GPU["gpu1"], GPU["gpu3"], GPU["gpu4"])
+SPARE = (GPU["gpu1"], GPU["gpu3"], GPU["gpu4"], PULLED)  # not diagnosed: that takes a minute each
 PATTERN = bytes.fromhex("5ec7e7c0de")
 OFFSET = 4096 * 3
 
@@ -96,8 +96,8 @@ async def test_kvm_works_inside_and_new_gpus_are_enrolled(pool: LabPool) -> None
     for gpu in SPARE:
         await pool.hold(gpu)
     assert (await pool.record()).accel == "kvm"
-    with timed("first diagnosis of three GPUs"):
-        for gpu in (NODE0, NODE1, PULLED):
+    with timed("first diagnosis of two GPUs, both at a time"):
+        for gpu in (NODE0, NODE1):
             found = await pool.lab_gpu_in(gpu, "unassigned", "failed", "quarantined", "lost")
             assert found.state == "unassigned", found.reason
             assert not found.dirty
@@ -141,7 +141,7 @@ async def test_a_lease_on_each_node_is_bound_to_it(
             counts[int(where)] += int(count)
         # Shared libraries lie where they were first read.
         assert counts[node] * 4 // 1024 >= each.lease.request.memory_mib
-        assert counts[1 - node] < counts[node] / 10
+        assert counts[1 - node] < counts[node] / 4
 
 
 def gpu_of(each: Server) -> LabGpu:
@@ -301,6 +301,8 @@ async def test_power_off_of_a_slot_in_use(pool: LabPool, servers: dict[int, Serv
 async def test_a_gpu_pulled_out_while_in_use(pool: LabPool, lab: Lab) -> None:
     for gpu in (NODE0, NODE1):
         await pool.hold(gpu)
+    await pool.unhold(PULLED)
+    assert (await pool.lab_gpu_in(PULLED, "unassigned", "quarantined")).state == "unassigned"
     with timed("lease on the GPU that is pulled out, until it answers"):
         here = await server(pool, tenant(3))
     assert gpu_of(here) == PULLED
