@@ -45,6 +45,7 @@ class HubSite(Pool):
             with (folder / "gpuspawner_config.py").open("a") as config:
                 config.write(f"c.GPUSpawner.profile_list = [{profile!r}]\n")
         self.children: dict[str, subprocess.Popen[bytes]] = {}
+        self.left: list[int] = []  # services that a killed hub has left behind
         for name, text in (
             ("service.token", "s" * 40),
             ("proxy.token", "p" * 40),
@@ -108,12 +109,17 @@ class HubSite(Pool):
         await wait_for_async(answers, 90, "the hub to answer", 0.3)
 
     def kill_child(self, name: str) -> None:
-        """``kill -9``."""
+        """``kill -9``. The services that a hub manages outlive it, as they would in production."""
+        for thread in Path(f"/proc/{self.children[name].pid}/task").iterdir():
+            self.left += map(int, (thread / "children").read_text().split())
         self.children[name].send_signal(signal.SIGKILL)
         self.children[name].wait()
 
     async def remove(self) -> None:
         """End hub and proxy, then the pool."""
+        for pid in self.left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
         for name in ("hub", "proxy"):
             child = self.children.get(name)
             if child is not None and child.poll() is None:
