@@ -25,17 +25,20 @@ from typing import NamedTuple
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What is asked for: whole GPUs, whole cores, MiB."""
+    """What is asked for: whole GPUs, whole cores, MiB. ``huge_mib`` is the size of the pages that
+    the host makes guests' memory of, of which ``memory_mib`` must be a multiple; 0 for ordinary
+    ones."""
 
     gpus: int
     cores: int
     memory_mib: int
+    huge_mib: int = 0
 
     @property
     def page_mib(self) -> int:
-        """Memory is divided in steps of 2 MiB, so that each cell is made of whole huge pages; an
-        odd request, which no huge page could back anyway, in steps of 1 MiB."""
-        return 1 if self.memory_mib % 2 else 2
+        """Memory is divided in steps of the host's huge pages; where it has none in steps of
+        2 MiB, which the kernel can make huge by itself, and an odd request in steps of 1 MiB."""
+        return self.huge_mib or (1 if self.memory_mib % 2 else 2)
 
     @property
     def pages(self) -> int:

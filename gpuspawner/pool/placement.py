@@ -130,7 +130,14 @@ def on_host(request: Request, view: HostView) -> list[Fit] | Shortfall:
     out = _out(request, view)
     if out is not None:
         return out
-    need = Need(request.gpus, request.cores, request.memory_mib)
+    huge_mib = view.inventory.hugepages_kib // 1024
+    if huge_mib and request.memory_mib % huge_mib:
+        text = (
+            f"{request.memory_mib} MiB asked for; host {name} gives out memory in pages of "
+            f"{huge_mib} MiB. Ask for a multiple of that."
+        )
+        return Shortfall(name, "memory", text, hopeless=True)
+    need = Need(request.gpus, request.cores, request.memory_mib, huge_mib)
     rooms = _rooms(request, view, view.free_gpus)
     ways = _ways(request, need, rooms)
     if not ways:

@@ -258,3 +258,27 @@ def test_impossible_splits_are_refused_at_once() -> None:
     for _ in range(20):
         split(Need(4, 64, 1 << 22), rooms)
     assert (time.process_time() - started) / 20 < 0.005
+
+
+def huge(pages_kib: int) -> HostView:
+    """A host that makes guests' memory of pages of this size."""
+    view = host(gpus=4)
+    return replace(view, inventory=replace(view.inventory, hugepages_kib=pages_kib))
+
+
+def test_memory_is_made_of_whole_pages() -> None:
+    """A guest whose memory does not fill its last page would not start."""
+    refused = place(replace(ONE, memory_mib=1536), [huge(1 << 20)])
+    assert isinstance(refused, Refusal)
+    assert refused.constraint == "memory"
+    assert "pages of 1024 MiB" in refused.sentence()
+    assert not refused.can_wait
+    assert isinstance(place(replace(ONE, memory_mib=1536), [huge(2048)]), Claim)
+    assert isinstance(place(ONE, [huge(1 << 20)]), Claim)
+
+
+def test_each_part_of_a_split_is_made_of_whole_pages() -> None:
+    request = Request(gpus=3, cores=3, memory_mib=7 * 1024, image="img", policy="split")
+    claim = place(request, [huge(1 << 20)])
+    assert isinstance(claim, Claim)
+    assert sorted(cell.memory_mib for cell in claim.cells) == [2048, 5120]
