@@ -15,17 +15,18 @@ import tifffile
 
 from images.lab import scene
 from tests.layers import wait_for_async
+from tests.vm.daemon import Daemon
 from tests.vm.hub import HubSite, Lab
 from tests.vm.pool import declaration
 
 
-async def test_kernels_outlive_hub_and_allocator_and_files_outlive_qemu(
-    site_folder: Path, images_dir: Path, libvirtd: None
+async def test_kernels_outlive_hub_allocator_and_libvirtd_and_files_outlive_qemu(
+    site_folder: Path, images_dir: Path, libvirtd: Daemon
 ) -> None:
-    """With a notebook running: the hub is killed and started again, then the allocator; the
-    kernel goes on with its variables. QEMU is killed; what was fsynced is there at the next start,
-    and the hub has noticed by itself. After a normal stop everything is. JupyterLab opens with the
-    welcome notebook, which runs in the guest, until it has been used."""
+    """With a notebook running: the hub is killed and started again, then libvirtd, then the
+    allocator; the kernel goes on with its variables. QEMU is killed; what was fsynced is there at
+    the next start, and the hub has noticed by itself. After a normal stop everything is.
+    JupyterLab opens with the welcome notebook, which runs in the guest, until it has been used."""
     site = HubSite(site_folder / "site")
     site.use_image(images_dir / "service")
     site.use_image(images_dir / "lab")
@@ -50,12 +51,19 @@ async def test_kernels_outlive_hub_and_allocator_and_files_outlive_qemu(
         await site.lab_ready("ada")
         assert await lab.run("print(x + 1)") == "42\n"
 
-        site.kill()
+        libvirtd.kill()
         assert await lab.run("print(x + 2)") == "43\n"
-        await asyncio.to_thread(site.start)
+        await asyncio.to_thread(libvirtd.start)
         leases = await site.client.leases(username="ada", server_name="")
         assert [lease.state for lease in leases] == ["running"]
         assert await lab.run("print(x + 3)") == "44\n"
+
+        site.kill()
+        assert await lab.run("print(x + 4)") == "45\n"
+        await asyncio.to_thread(site.start)
+        leases = await site.client.leases(username="ada", server_name="")
+        assert [lease.state for lease in leases] == ["running"]
+        assert await lab.run("print(x + 5)") == "46\n"
 
         await lab.run(
             "import os\n"
