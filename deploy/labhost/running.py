@@ -96,7 +96,8 @@ class Lab:
             *("gpuspawner", "host", "add", name, "--uri", self.uri),
             *("--shell", shlex.join(self.shell), "--network", "bridge"),
             *("--bridge", network.BRIDGE, "--cidr", self.networks.guests),
-            *("--hardware", str(self.hardware)),
+            # Said, not tried out: a boot may take longer here than the trial waits.
+            *("--hardware", str(self.hardware), "--accel", "kvm"),
         ]
 
     def memory(self, gpu: LabGpu) -> Path:

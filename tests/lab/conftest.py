@@ -57,15 +57,14 @@ def lab() -> Iterator[Lab]:
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def pool(lab: Lab, images_dir: Path) -> AsyncIterator[LabPool]:
-    """An allocator with the lab host in it. Three of its six GPUs are diagnosed: each takes more
-    than a minute, and the others are there to be looked at and abused."""
+    """An allocator with the lab host in it."""
     folder = Path(tempfile.mkdtemp(prefix="gs-lab-pool-", dir="/var/tmp"))
     made = LabPool(folder, lab)
     made.use_image(images_dir / "service", "service")
     made.use_image(images_dir / "tiny")
     try:
         await asyncio.to_thread(made.start)
-        with timed("host add: survey, and a boot to see whether KVM works"):
+        with timed("host add: connection, network, pool and survey"):
             await made.add_lab()
         yield made
     finally:

@@ -52,6 +52,7 @@ class LabPool(Pool):
                 cidr=self.lab.networks.guests,
                 network="bridge",
                 bridge=network.BRIDGE,
+                accel="kvm",
                 hardware=read_hardware(self.lab.hardware),
             )
         )
@@ -72,7 +73,7 @@ class LabPool(Pool):
 
     async def unhold(self, gpu: LabGpu) -> None:
         """Let it be used again."""
-        action = schema.GpuAction(action="unhold", reason="the tests do without")
+        action = schema.GpuAction(action="unhold")
         await self.client.gpu_action(self.host, gpu.address, action)
 
     async def lab_gpu_in(self, gpu: LabGpu, *states: str) -> schema.Gpu:
