@@ -89,7 +89,10 @@ class PoolPages:
         self.loop.call(self._start(), 120)
 
     async def _start(self) -> None:
-        site = Site(self.folder / "allocator", hub_api_url=self.hub.url + "api")
+        # The hub never started these servers, and would have their leases ended after a minute.
+        site = Site(
+            self.folder / "allocator", hub_api_url=self.hub.url + "api", hub_forgot_s=3600.0
+        )
         (site.folder / "service.token").write_text("s" * 40)
         site.port = self.hub.allocator_port
         site.url = f"http://127.0.0.1:{site.port}{PREFIX}"
