@@ -48,12 +48,14 @@ async def test_the_form_shows_what_is_free(hub: RealHub, allocator: FakeAllocato
         page = await browser.get("spawn")
         assert 'data-level="waiting"' in card(page.text, "emulated")
         assert "disabled" not in radio(page.text, "emulated")
+        assert not re.search(r'<button type="submit"[^>]* disabled>Start', page.text)
 
         allocator.counts = [count("A", total=4, in_use=4)]
         page = await browser.get("spawn")
         assert "disabled" in radio(page.text, "emulated")
         assert "4 GPUs are in use." in card(page.text, "emulated")
         assert "Nothing can be started right now" in page.text
+        assert re.search(r'<button type="submit"[^>]* disabled>Start', page.text)
 
 
 async def test_the_form_does_without_the_allocator(hub: RealHub, allocator: FakeAllocator) -> None:
