@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 
 from tornado.httpclient import AsyncHTTPClient
 
+from gpuspawner.allocator import readiness
 from gpuspawner.allocator.clock import now_ms
 from gpuspawner.allocator.context import Context
 from gpuspawner.host.api import GuestSpec, HostError, Nic
@@ -189,14 +190,14 @@ class LeaseStart:
         with self.ctx.signals.listen(f"lease:{self.id}", f"guest:{self.id}") as bell:
             while True:
                 await self._still_starting()
-                if await self._answers(url):
+                if await readiness.answers(self._http, url):
                     return
                 if await driver.guest(self.id) is None:
                     raise GuestGone
                 if now_ms() > self._deadline_ms:
                     raise BootTimeout
                 stage = await self._tell_stage(stage)
-                await bell.wait(1.0)
+                await bell.wait(readiness.pause_s(0))
 
     async def _tell_stage(self, stage: int) -> int:
         if stage >= len(CONSOLE_STAGES):
@@ -214,15 +215,6 @@ class LeaseStart:
             _text, progress, told = CONSOLE_STAGES[reached - 1]
             await self._tell("progress", progress, told)
         return reached
-
-    async def _answers(self, url: str) -> bool:
-        try:
-            response = await self._http.fetch(
-                url, connect_timeout=1.5, request_timeout=5, raise_error=False
-            )
-        except Exception:  # every way of not answering is the same here
-            return False
-        return bool(response.code == 200)
 
     async def _still_starting(self) -> None:
         lease = await self.ctx.ledger.read(lease_ledger.need, self.id)
