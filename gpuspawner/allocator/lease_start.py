@@ -7,6 +7,7 @@ then is removed by the stop.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
@@ -32,6 +33,8 @@ CONSOLE_STAGES: tuple[tuple[str, int, str], ...] = (
     ("gpuspawner: home", 50, "Your home is attached."),
     ("gpuspawner: starting", 60, "JupyterLab is starting."),
 )
+
+_LOOK_S = 1.0  # how often ledger, host and console are looked at while the server starts
 
 
 class GuestGone(Exception):
@@ -185,19 +188,26 @@ class LeaseStart:
     async def _answer(self) -> None:
         """Wait for JupyterLab, telling what the guest's console says about the way there."""
         url = f"http://{self.address}:{self.lease.port}{self.lease.ready_path}"
-        driver = self.ctx.driver(self.host_name)
-        stage = 0
+        time = asyncio.get_running_loop().time
+        began = looked = time()
+        stage, rang = 0, True
         with self.ctx.signals.listen(f"lease:{self.id}", f"guest:{self.id}") as bell:
-            while True:
-                await self._still_starting()
-                if await readiness.answers(self._http, url):
-                    return
-                if await driver.guest(self.id) is None:
-                    raise GuestGone
-                if now_ms() > self._deadline_ms:
-                    raise BootTimeout
-                stage = await self._tell_stage(stage)
-                await bell.wait(readiness.pause_s(0))
+            while not await readiness.answers(self._http, url):
+                # Asking the guest costs little; asking ledger and host, which is done for every
+                # server that starts, happens when something rang and else less often.
+                if rang or time() - looked >= _LOOK_S:
+                    stage = await self._look(stage)
+                    looked = time()
+                rang = await bell.wait(readiness.pause_s(time() - began))
+
+    async def _look(self, stage: int) -> int:
+        """Raise what ends the waiting; else tell the next stage of the boot."""
+        await self._still_starting()
+        if await self.ctx.driver(self.host_name).guest(self.id) is None:
+            raise GuestGone
+        if now_ms() > self._deadline_ms:
+            raise BootTimeout
+        return await self._tell_stage(stage)
 
     async def _tell_stage(self, stage: int) -> int:
         if stage >= len(CONSOLE_STAGES):

@@ -363,10 +363,7 @@ _AFTERWARDS = ("stopping", "ended")
 
 def left(allocator: Allocator) -> dict[str, int]:
     """What is open in the ledger when all is over."""
-    counts = {
-        table: allocator.rows(f"SELECT count(*) FROM {table}")[0][0]
-        for table in CLAIMS
-    }
+    counts = {table: allocator.rows(f"SELECT count(*) FROM {table}")[0][0] for table in CLAIMS}
     open_leases = allocator.rows("SELECT count(*) FROM leases WHERE state != 'ended'")[0][0]
     dirty = allocator.rows("SELECT count(*) FROM gpus WHERE state != 'unassigned' OR dirty")[0][0]
     return {"open_leases": open_leases, "gpus_not_free": dirty, **counts}
