@@ -143,7 +143,7 @@ class LeaseStart:
         self.ctx.signals.ring(f"events:{self.id}")
         await action()
         await self.ctx.ledger.write(self._commit, name)
-        self.ctx.signals.ring(f"events:{self.id}", f"gpus:{self.host_name}")
+        self.ctx.signals.ring(f"events:{self.id}")
 
     def _check_and_tell(self, tx: Transaction, name: str, progress: int, told: str) -> bool:
         lease = lease_ledger.need(tx, self.id)

@@ -74,8 +74,8 @@ class Reclaimer:
         now = now_ms()
         waits = [
             (gpu.retry_ms - now) / 1000
-            for gpu in gpu_ledger.of_host(tx, self.host)
-            if gpu.state is GpuState.USED and gpu.retry_ms is not None and gpu.retry_ms > now
+            for gpu in gpu_ledger.of_host(tx, self.host, GpuState.USED)
+            if gpu.retry_ms is not None and gpu.retry_ms > now
         ]
         return min([_TICK_S, *waits])
 
@@ -95,11 +95,10 @@ class Reclaimer:
             return []
         now = now_ms()
         if host.inventory.emulated:
-            for gpu in gpu_ledger.of_host(tx, self.host):
-                if gpu.state is GpuState.NEW:
-                    gpu_ledger.move(
-                        tx, gpu, GpuState.USED, now, reason="Never diagnosed: first enrolment."
-                    )
+            for gpu in gpu_ledger.of_host(tx, self.host, GpuState.NEW):
+                gpu_ledger.move(
+                    tx, gpu, GpuState.USED, now, reason="Never diagnosed: first enrolment."
+                )
         begun: list[tuple[DiagnosisRecord, GpuRecord, HostRecord]] = []
         for gpu in due(tx, self.host, now)[:room]:
             run = diagnosis_ledger.begin(

@@ -146,11 +146,16 @@ class Starter:
             steps = dict(
                 db.execute("SELECT name, at_ms FROM steps WHERE owner = ?", (lease.id,)).fetchall()
             )
-            (answered,) = db.execute(
-                "SELECT min(at_ms) FROM events WHERE lease_id = ? AND progress >= 95", (lease.id,)
-            ).fetchone()
-        marks = [began_ms, *(steps[name] for name in ("home", "disks", "seed", "guest")), answered]
-        names = ("place_and_home_s", "disks_s", "seed_s", "create_s", "boot_s")
+            told_ms = dict(
+                db.execute(
+                    "SELECT progress, min(at_ms) FROM events WHERE lease_id = ? GROUP BY progress",
+                    (lease.id,),
+                ).fetchall()
+            )
+        answered = told_ms[95]
+        done = (steps[name] for name in ("home", "disks", "seed", "guest"))
+        marks = [began_ms, told_ms[5], told_ms[10], *done, answered]
+        names = ("place_s", "begin_s", "home_s", "disks_s", "seed_s", "create_s", "boot_s")
         parts = {
             name: round((late - early) / 1000, 3)
             for name, early, late in zip(names, marks[:-1], marks[1:], strict=True)
