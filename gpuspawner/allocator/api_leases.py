@@ -178,10 +178,9 @@ class LeaseApi:
     async def _wake(self, lease: LeaseRecord) -> None:
         """A new start may have ended an old one of its server, and older leases of others may
         have got their places with it: all of these look again."""
-        for record in await self.ctx.ledger.read(lease_ledger.open_leases):
-            if record.key == lease.key or record.state is LeaseState.PLACED:
-                self.ctx.signals.ring(f"lease:{record.id}", f"events:{record.id}")
-                self.runners.start(record.id)
+        for record in await self.ctx.ledger.read(lease_ledger.stirred_by, lease.key):
+            self.ctx.signals.ring(f"lease:{record.id}", f"events:{record.id}")
+            self.runners.start(record.id)
 
     async def release(self, call: Call) -> Answer:
         """End a lease by key and start, also before it was acquired."""

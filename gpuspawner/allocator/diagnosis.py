@@ -23,7 +23,7 @@ from gpuspawner.ledger import diagnoses as diagnosis_ledger
 from gpuspawner.ledger import gpus as gpu_ledger
 from gpuspawner.ledger.database import Transaction
 from gpuspawner.ledger.records import DiagnosisRecord, GpuRecord
-from gpuspawner.pool.states import Outcome
+from gpuspawner.pool.states import GpuState, Outcome
 from gpuspawner.pool.topology import Cell, Claim, Inventory
 from gpuspawner.pool.verdict import EMULATED, Policy, Report, Verdict, Witness, judge
 
@@ -157,7 +157,7 @@ class Diagnosis:
                 ) from None
             self.reader.feed(chunk)
             self.ctx.diagnosis_progress[self.run_id] = self.reader.progress
-            self.ctx.signals.ring(f"gpus:{self.run.host}")
+            self.ctx.signals.ring("changed:pool")  # news for pages; nothing to do for the host
         ack = f'{{"v":1,"t":"ack","run":"{self.run_id}"}}\n'
         await channel.write(ack.encode())
 
@@ -272,8 +272,8 @@ def due(tx: Transaction, host: str, now: int) -> list[GpuRecord]:
     return sorted(
         (
             gpu
-            for gpu in gpu_ledger.of_host(tx, host)
-            if gpu.state == "used" and not gpu.holds and (gpu.retry_ms or 0) <= now
+            for gpu in gpu_ledger.of_host(tx, host, GpuState.USED)
+            if not gpu.holds and (gpu.retry_ms or 0) <= now
         ),
         key=lambda gpu: (gpu.since_ms, gpu.address),
     )

@@ -7,11 +7,13 @@ then is removed by the stop.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
 from tornado.httpclient import AsyncHTTPClient
 
+from gpuspawner.allocator import readiness
 from gpuspawner.allocator.clock import now_ms
 from gpuspawner.allocator.context import Context
 from gpuspawner.host.api import GuestSpec, HostError, Nic
@@ -31,6 +33,8 @@ CONSOLE_STAGES: tuple[tuple[str, int, str], ...] = (
     ("gpuspawner: home", 50, "Your home is attached."),
     ("gpuspawner: starting", 60, "JupyterLab is starting."),
 )
+
+_LOOK_S = 1.0  # how often ledger, host and console are looked at while the server starts
 
 
 class GuestGone(Exception):
@@ -139,7 +143,7 @@ class LeaseStart:
         self.ctx.signals.ring(f"events:{self.id}")
         await action()
         await self.ctx.ledger.write(self._commit, name)
-        self.ctx.signals.ring(f"events:{self.id}", f"gpus:{self.host_name}")
+        self.ctx.signals.ring(f"events:{self.id}")
 
     def _check_and_tell(self, tx: Transaction, name: str, progress: int, told: str) -> bool:
         lease = lease_ledger.need(tx, self.id)
@@ -184,22 +188,29 @@ class LeaseStart:
     async def _answer(self) -> None:
         """Wait for JupyterLab, telling what the guest's console says about the way there."""
         url = f"http://{self.address}:{self.lease.port}{self.lease.ready_path}"
-        driver = self.ctx.driver(self.host_name)
-        stage = 0
+        time = asyncio.get_running_loop().time
+        began = looked = time()
+        stage, rang = 0, True
         with self.ctx.signals.listen(f"lease:{self.id}", f"guest:{self.id}") as bell:
-            while True:
-                await self._still_starting()
-                if await self._answers(url):
-                    return
-                guest = await driver.guest(self.id)
-                if guest is None:
-                    raise GuestGone
-                if guest.state == "paused":
-                    await let_go_on(self.ctx, self.lease)
-                if now_ms() > self._deadline_ms:
-                    raise BootTimeout
-                stage = await self._tell_stage(stage)
-                await bell.wait(1.0)
+            while not await readiness.answers(self._http, url):
+                # Asking the guest costs little; asking ledger and host, which is done for every
+                # server that starts, happens when something rang and else less often.
+                if rang or time() - looked >= _LOOK_S:
+                    stage = await self._look(stage)
+                    looked = time()
+                rang = await bell.wait(readiness.pause_s(time() - began))
+
+    async def _look(self, stage: int) -> int:
+        """Raise what ends the waiting; else tell the next stage of the boot."""
+        await self._still_starting()
+        guest = await self.ctx.driver(self.host_name).guest(self.id)
+        if guest is None:
+            raise GuestGone
+        if guest.state == "paused":
+            await let_go_on(self.ctx, self.lease)
+        if now_ms() > self._deadline_ms:
+            raise BootTimeout
+        return await self._tell_stage(stage)
 
     async def _tell_stage(self, stage: int) -> int:
         if stage >= len(CONSOLE_STAGES):
@@ -217,15 +228,6 @@ class LeaseStart:
             _text, progress, told = CONSOLE_STAGES[reached - 1]
             await self._tell("progress", progress, told)
         return reached
-
-    async def _answers(self, url: str) -> bool:
-        try:
-            response = await self._http.fetch(
-                url, connect_timeout=1.5, request_timeout=5, raise_error=False
-            )
-        except Exception:  # every way of not answering is the same here
-            return False
-        return bool(response.code == 200)
 
     async def _still_starting(self) -> None:
         lease = await self.ctx.ledger.read(lease_ledger.need, self.id)

@@ -74,8 +74,8 @@ class Reclaimer:
         now = now_ms()
         waits = [
             (gpu.retry_ms - now) / 1000
-            for gpu in gpu_ledger.of_host(tx, self.host)
-            if gpu.state is GpuState.USED and gpu.retry_ms is not None and gpu.retry_ms > now
+            for gpu in gpu_ledger.of_host(tx, self.host, GpuState.USED)
+            if gpu.retry_ms is not None and gpu.retry_ms > now
         ]
         return min([_TICK_S, *waits])
 
@@ -96,8 +96,8 @@ class Reclaimer:
         now = now_ms()
         # What has a problem cannot be given to the service VM either: it waits for its remedy.
         sound = {gpu.address: gpu for gpu in host.inventory.gpus if not gpu.problems}
-        for gpu in gpu_ledger.of_host(tx, self.host):
-            if gpu.state is GpuState.NEW and gpu.address in sound and sound[gpu.address].imitation:
+        for gpu in gpu_ledger.of_host(tx, self.host, GpuState.NEW):
+            if gpu.address in sound and sound[gpu.address].imitation:
                 gpu_ledger.move(
                     tx, gpu, GpuState.USED, now, reason="Never diagnosed: first enrolment."
                 )

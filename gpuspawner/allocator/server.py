@@ -288,7 +288,10 @@ class Events(Base):
                     break
                 if not events and await self._over(lease_id):
                     break
-                if not events and not await bell.wait(_KEEPALIVE_S) and not self._gone:
+                if len(events) == lease_ledger.EVENTS_AT_ONCE:
+                    continue
+                # What rang while we looked rings still.
+                if not await bell.wait(_KEEPALIVE_S) and not self._gone:
                     self.write(": still here\n\n")
         await self.finish()
 

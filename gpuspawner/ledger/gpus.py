@@ -46,10 +46,12 @@ def get(tx: Connection, host: str, address: str) -> GpuRecord | None:
     return None if row is None else gpu_record(row)
 
 
-def of_host(tx: Connection, host: str) -> list[GpuRecord]:
-    """A host's GPUs by address."""
-    rows = tx.execute(sa.select(t.gpus).where(t.gpus.c.host == host).order_by(t.gpus.c.address))
-    return [gpu_record(row) for row in rows]
+def of_host(tx: Connection, host: str, state: GpuState | None = None) -> list[GpuRecord]:
+    """A host's GPUs by address, all or those in one state."""
+    query = sa.select(t.gpus).where(t.gpus.c.host == host)
+    if state is not None:
+        query = query.where(t.gpus.c.state == state)
+    return [gpu_record(row) for row in tx.execute(query.order_by(t.gpus.c.address))]
 
 
 def every(tx: Connection) -> list[GpuRecord]:

@@ -25,6 +25,7 @@ from gpuspawner.pool.states import (
 )
 from gpuspawner.pool.topology import Claim
 
+EVENTS_AT_ONCE = 500
 LIVE = (LeaseState.QUEUED, LeaseState.PLACED, LeaseState.STARTING, LeaseState.RUNNING)
 
 
@@ -89,6 +90,16 @@ def open_leases(tx: Connection, host: str | None = None) -> list[LeaseRecord]:
     query = sa.select(t.leases).where(t.leases.c.state != LeaseState.ENDED)
     if host is not None:
         query = query.where(t.leases.c.host == host)
+    return [lease_record(row) for row in tx.execute(query.order_by(t.leases.c.created_ms))]
+
+
+def stirred_by(tx: Connection, key: tuple[str, str, str]) -> list[LeaseRecord]:
+    """Open leases that a new start of this server may have moved: its own, and those that have
+    just got a place."""
+    query = sa.select(t.leases).where(
+        t.leases.c.state != LeaseState.ENDED,
+        sa.or_(t.leases.c.state == LeaseState.PLACED, sa.and_(*_key(t.leases, key))),
+    )
     return [lease_record(row) for row in tx.execute(query.order_by(t.leases.c.created_ms))]
 
 
@@ -329,13 +340,13 @@ def last_event(tx: Connection, lease_id: str) -> EventRecord | None:
     return None if row is None else event_record(row)
 
 
-def events_after(tx: Connection, lease_id: str, after: int, limit: int = 500) -> list[EventRecord]:
-    """The lease's story from a number on."""
+def events_after(tx: Connection, lease_id: str, after: int) -> list[EventRecord]:
+    """The lease's story from a number on, ``EVENTS_AT_ONCE`` lines of it at most."""
     rows = tx.execute(
         sa.select(t.events)
         .where(t.events.c.lease_id == lease_id, t.events.c.id > after)
         .order_by(t.events.c.id)
-        .limit(limit)
+        .limit(EVENTS_AT_ONCE)
     )
     return [event_record(row) for row in rows]
 

@@ -162,6 +162,12 @@ class RealHub:
         except OSError:
             return False
 
+    @property
+    def pid(self) -> int:
+        """Its process, while it runs."""
+        assert self._process is not None
+        return self._process.pid
+
     def kill(self) -> None:
         """As the power going off."""
         self._end(signal.SIGKILL)

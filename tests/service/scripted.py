@@ -153,7 +153,12 @@ class World:
             if shared:
                 self.overlaps.append(f"{shared} in {other.uuid} and {spec.uuid}")
         self.specs[spec.uuid] = spec
-        if spec.nic is not None and not self.silent:
+        if not self.silent:
+            await self.serve(spec)
+
+    async def serve(self, spec: GuestSpec) -> None:
+        """The guest's server begins to listen."""
+        if spec.nic is not None:
             self.servers[spec.uuid] = await asyncio.start_server(
                 _hold if self.mute else _answer, spec.nic.address, 8888, reuse_address=True
             )
