@@ -99,10 +99,9 @@ def command(files: Files, cards: Sequence[Card], memory_mib: int = MEMORY_MIB) -
     return [
         "qemu-system-x86_64",
         *("-name", "gpuspawner-lab", "-daemonize", "-pidfile", str(files.pid)),
-        # Plain emulation, the processors one after the other: side by side they sometimes go on
-        # executing code that another has just changed (QEMU 7.2), and hang; the busier this
-        # machine, the more often.
-        *("-accel", "tcg,thread=single,tb-size=1024", "-cpu", "max"),
+        # Plain emulation: where nested virtualization works the lab would only be faster. With
+        # thread=single nothing hangs (see running.py), and guests inside take many times as long.
+        *("-accel", "tcg,thread=multi,tb-size=1024", "-cpu", "max"),
         *("-machine", "q35,kernel-irqchip=off", "-m", str(memory_mib), "-nodefaults"),
         *("-smp", f"{cpus},sockets={len(nodes)},cores={CPUS_PER_NODE},threads=1"),
         *_numa(memory_mib, len(nodes)),

@@ -21,7 +21,7 @@ from deploy.labhost.network import Networks
 from deploy.labhost.qmp import Monitor
 from deploy.labhost.seed import Keys, seed
 from deploy.stack.process import last_lines
-from deploy.stack.say import Problem, step
+from deploy.stack.say import Problem, line, step
 from deploy.stack.state import write_private
 from deploy.stack.tools import run_quietly
 from gpuspawner.host.emulated import IDS, identity_page, is_identity_page
@@ -29,7 +29,10 @@ from gpuspawner.pool.topology import Gpu
 
 MARK = ".gpuspawner-lab"
 ALIAS = "gpu-lab"  # the name that ssh knows it by
-BOOT_S = 600.0  # a very busy machine
+# Emulated processors sometimes go on executing code that another has just changed (QEMU 7.2); a
+# kernel then hangs at boot, the more often the busier this machine is. So it is tried again.
+BOOT_S = 240.0
+_TRIES = 3
 _GRACE_S = 10.0
 
 #: What the pool is told about this host's hardware.
@@ -40,6 +43,10 @@ reserve_mib: 1024
 gpus:
   - {vendor: "1234", device: "11e8", kind: emulated, model: Lab GPU 16M, memory_mib: 16}
 """
+
+
+class _Silent(Problem):
+    """The lab host runs, and does not answer."""
 
 
 @dataclass(frozen=True)
@@ -156,20 +163,28 @@ class Lab:
         """
         if self.pid() is not None:
             raise Problem("The lab runs already.", "Stop it: deploy/lab stop.")
+        for tries_left in reversed(range(_TRIES)):
+            try:
+                self._start_once(image, memory_mib)
+                return
+            except _Silent:
+                self.stop()
+                if not tries_left:
+                    raise
+                line("  ..  The lab host does not come up; it is started anew")
+            except BaseException:
+                self.stop()
+                raise
+
+    def _start_once(self, image: HostImage, memory_mib: int) -> None:
         with step("Making keys, seed and GPU memories"):
             self._write(image)
         network.connect(self.networks)
-        try:
-            with step("Starting the lab host"):
-                words = machine.command(
-                    self._files(image), (network.ADMIN, network.GUESTS), memory_mib
-                )
-                run_quietly(words, "The lab's QEMU")
-            with step("Waiting for its shell and its libvirt"):
-                self._wait()
-        except BaseException:
-            self.stop()
-            raise
+        with step("Starting the lab host"):
+            cards = (network.ADMIN, network.GUESTS)
+            run_quietly(machine.command(self._files(image), cards, memory_mib), "The lab's QEMU")
+        with step("Waiting for its shell and its libvirt"):
+            self._wait()
 
     def _files(self, image: HostImage) -> Files:
         return Files(
@@ -266,9 +281,9 @@ class Lab:
                     f"All of it: {self.console}",
                 )
             if time.monotonic() > end:
-                raise Problem(
-                    f"The lab host does not answer after {BOOT_S:g} s.",
-                    f"Its console: {self.console}",
+                raise _Silent(
+                    f"The lab host does not answer after {BOOT_S:g} s, {_TRIES} times in a row.",
+                    f"This machine may be too busy. The host's console: {self.console}",
                 )
             time.sleep(1)
 

@@ -140,7 +140,7 @@ async def test_a_lease_on_each_node_is_bound_to_it(
             counts[int(where)] += int(count)
         # Shared libraries lie where they were first read.
         assert counts[node] * 4 // 1024 >= each.lease.request.memory_mib
-        assert counts[1 - node] < counts[node] / 4
+        assert counts[1 - node] < counts[node] / 2
 
 
 def gpu_of(each: Server) -> LabGpu:
