@@ -14,7 +14,7 @@ from typing import Literal
 
 from gpuspawner.pool.choosing import Mix, newly_stranded
 from gpuspawner.pool.fitting import Need, Part, Room, on_one_node, scatter, split
-from gpuspawner.pool.topology import Cell, Claim, HostView, Request
+from gpuspawner.pool.topology import Cell, Claim, Gpu, HostView, Request
 
 Preference = Literal["pack", "spread"]
 
@@ -153,8 +153,7 @@ def _out(request: Request, view: HostView) -> Shortfall | None:
     with its host is what the user needs to know."""
     name = view.inventory.host
     mine = request.home_host == name
-    every = frozenset(gpu.address for gpu in view.inventory.gpus)
-    if request.gpus and not mine and not _matching(request, view, every):
+    if request.gpus and not mine and not any(_suits(request, g) for g in view.inventory.gpus):
         what = f"{request.gpus} × {request.gpu_model or 'GPU'}"
         text = f"{what} asked for; host {name} has 0 to give out."
         return Shortfall(name, "gpu", text, hopeless=True)
@@ -205,9 +204,9 @@ def _rooms(request: Request, view: HostView, gpus: frozenset[str]) -> tuple[Room
     unknown (-1) or is not among the host's is in no room, so it is never given out.
     """
     count: dict[int, int] = {}
-    for address in _matching(request, view, gpus):
-        node = view.inventory.gpu(address).node
-        count[node] = count.get(node, 0) + 1
+    for gpu in view.inventory.gpus:
+        if gpu.address in gpus and _suits(request, gpu):
+            count[gpu.node] = count.get(gpu.node, 0) + 1
     return tuple(
         Room(number, count.get(number, 0), len(view.free_cores(number)), view.free_mib(number))
         for number in sorted(node.id for node in view.inventory.nodes)
@@ -220,10 +219,12 @@ def _matching(request: Request, view: HostView, among: frozenset[str]) -> list[s
     return sorted(
         gpu.address
         for gpu in view.inventory.gpus
-        if gpu.address in among
-        and not gpu.problems
-        and (request.gpu_model is None or gpu.model == request.gpu_model)
+        if gpu.address in among and _suits(request, gpu)
     )
+
+
+def _suits(request: Request, gpu: Gpu) -> bool:
+    return not gpu.problems and request.gpu_model in (None, gpu.model)
 
 
 def _claim(request: Request, fit: Fit) -> Claim:

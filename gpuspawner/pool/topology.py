@@ -167,12 +167,9 @@ class HostView:
 
     def free_cores(self, node_id: int) -> tuple[Core, ...]:
         """Cores of a node that no lease holds and that are not housekeeping cores."""
-        system = set(self.inventory.system_cores)
-        return tuple(
-            core
-            for core in self.inventory.node(node_id).cores
-            if core not in system and not self.used_cpus.intersection(core)
-        )
+        cores = self.inventory.node(node_id).cores
+        taken = self.used_cpus.union(*self.inventory.system_cores)
+        return tuple(core for core in cores if taken.isdisjoint(core)) if taken else cores
 
     def free_mib(self, node_id: int) -> int:
         """Memory of a node that guests may still take, in MiB."""
