@@ -217,9 +217,7 @@ def _rooms(request: Request, view: HostView, gpus: frozenset[str]) -> tuple[Room
 def _matching(request: Request, view: HostView, among: frozenset[str]) -> list[str]:
     """Addresses of the GPUs that the request could use, of those given."""
     return sorted(
-        gpu.address
-        for gpu in view.inventory.gpus
-        if gpu.address in among and _suits(request, gpu)
+        gpu.address for gpu in view.inventory.gpus if gpu.address in among and _suits(request, gpu)
     )
 
 
