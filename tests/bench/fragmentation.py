@@ -12,7 +12,7 @@ decisions. ``published`` is the mean that the authors' simulator reached, at 130
 Policies: ``Random`` and ``BestFit`` are theirs, written anew by their scoring rules, and prove the
 replay. ``FGD`` is their measure; it shows the idea, the figures to beat are the published ones.
 ``ours`` adds to it what a node could hold of each kind of request and no other; it is a candidate
-that stands here alone: the allocator takes the tightest fit, as it gives out whole GPUs only.
+that stands here alone: the allocator gives out whole GPUs only (``pool/choosing.py``).
 """
 
 from __future__ import annotations
