@@ -220,7 +220,8 @@ class Lab:
             session.get(f"{self.base}/", headers=self.headers, allow_redirects=False) as answer,
         ):
             assert answer.status == 302, await answer.text()
-            return answer.headers["Location"].removeprefix(self.base.removeprefix(BASE))
+            place = answer.headers["Location"].removeprefix(self.base.removeprefix(BASE))
+            return place.removesuffix("?")
 
     async def use(self) -> None:
         """Leave behind what a browser does that has shown JupyterLab: a workspace."""
