@@ -330,8 +330,9 @@ async def test_a_hub_that_guests_cannot_reach(hub: RealHub, allocator: FakeAlloc
     assert status == 500
     assert message.startswith("Virtual machines could not reach this hub.")
     assert "inside itself" in message
-    assert not allocator.called("POST leases"), "nothing was asked for"
-    assert not allocator.called("POST leases/release")
+    # A release of the server of another test may still be on its way.
+    asked = [*allocator.called("POST leases"), *allocator.called("POST leases/release")]
+    assert not [body for body in asked if body["username"] == "ola"], "nothing was asked for"
 
 
 async def test_the_allocators_events_cannot_bring_html(
