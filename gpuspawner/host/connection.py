@@ -2,7 +2,9 @@
 
 libvirt's calls are synchronous and may hang for ever (a stopped daemon, a dead network, a driver
 waiting for storage). So every call runs on a daemon thread under a deadline. A call that passes
-it is *abandoned* together with its thread and its connection, and both are replaced. After
+it is *abandoned* together with its thread and its connection, and both are replaced. Each thread
+has a connection of its own, opened when it is needed: libvirt's client before 10.3 may crash where
+two threads wait for answers on one (CVE-2024-4418, in Debian 12's 9.0). After
 ``FAILURES`` abandoned calls or failed connects in a row the host is unreachable: calls then fail
 at once, until a reconnect in the background succeeds.
 
@@ -33,7 +35,8 @@ Beat = Callable[[], None]
 # What to do with a connection just opened; gives how to undo it before it is closed.
 Prepare = Callable[[Any], Callable[[], None]]
 
-THREADS = 4  # a host's, for all but volume streams
+THREADS = 4  # a host's, for all but volume streams, each with a connection
+STREAMS = 2  # as many for volume streams
 FAILURES = 3
 KEEPALIVE_S = 5
 KEEPALIVE_COUNT = 3
@@ -74,6 +77,7 @@ class _Job(Generic[T]):
         self._fn = fn
         self.future: Future[T] = Future()
         self.beat = time.monotonic()
+        self.lane: _Lane | None = None  # whose thread runs it
 
     def tick(self) -> None:
         self.beat = time.monotonic()
@@ -81,6 +85,7 @@ class _Job(Generic[T]):
     def run(self, lane: _Lane) -> None:
         if not self.future.set_running_or_notify_cancel():
             return
+        self.lane = lane
         self.tick()
         try:
             result = self._fn(lane.connection(), self.tick)
@@ -92,73 +97,59 @@ class _Job(Generic[T]):
 
 
 class _Lane:
-    """One libvirt connection and the daemon threads that use it."""
+    """One libvirt connection and the daemon thread that uses it, for jobs of a queue that it
+    shares with others."""
 
-    def __init__(self, uri: str, name: str, threads: int, prepare: Prepare) -> None:
+    def __init__(
+        self, uri: str, name: str, jobs: queue.SimpleQueue[_Job[Any] | None], prepare: Prepare
+    ) -> None:
         self._uri = uri
-        self._name = name
-        self._limit = threads
+        self._jobs = jobs
         self._prepare = prepare
-        self._jobs: queue.SimpleQueue[_Job[Any] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._connecting = threading.Lock()
         self._connection: Any = None
         self._undo: Callable[[], None] = _nothing
-        self._threads = 0
         self._retired = False
-
-    def submit(self, job: _Job[Any]) -> None:
-        with self._lock:
-            if self._threads < self._limit:
-                self._threads += 1
-                name = f"libvirt-{self._name}-{self._threads}"
-                threading.Thread(target=self._work, name=name, daemon=True).start()
-        self._jobs.put(job)
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
 
     def connection(self) -> Any:
-        """The open connection; opens it where there is none or it was lost."""
-        with self._connecting:
-            if self._connection is None:
-                connection = libvirt.open(self._uri)
-                # Not every driver has keepalive (test:///); the remote one does, local or not.
-                with contextlib.suppress(libvirt.libvirtError):
-                    connection.setKeepAlive(KEEPALIVE_S, KEEPALIVE_COUNT)
-                if self._retired:  # it was given up while it connected
-                    connection.close()
-                    raise HostTimeout("This connection was abandoned.")
-                self._undo = self._prepare(connection)
-                self._connection = connection
-            return self._connection
+        """The open connection; opens it where there is none or it was lost. Only for the lane's
+        own thread, as all below that is not said to be for others."""
+        self.check()
+        if self._connection is None:
+            connection = libvirt.open(self._uri)
+            # Not every driver has keepalive (test:///); the remote one does, local or not.
+            with contextlib.suppress(libvirt.libvirtError):
+                connection.setKeepAlive(KEEPALIVE_S, KEEPALIVE_COUNT)
+            if self._retired:  # it was given up while it connected
+                connection.close()
+                raise HostTimeout("This connection was abandoned.")
+            self._undo = self._prepare(connection)
+            self._connection = connection
+        return self._connection
 
     def check(self) -> None:
-        """After a failure: forget the connection if it is no longer alive."""
-        with self._connecting:
-            if self._connection is not None and not _is_alive(self._connection):
-                self._forget()
+        """Forget the connection if it is no longer alive."""
+        if self._connection is not None and not _is_alive(self._connection):
+            self._forget()
 
     def retire(self) -> None:
-        """Take no more calls. The last thread to return closes the connection: closing it under
-        a thread that is inside libvirt would free what that thread uses."""
-        with self._lock:
-            self._retired = True
-            for _ in range(self._threads):
-                self._jobs.put(None)
+        """Take no more jobs after this one; for any thread. The lane's own closes the connection
+        when it returns: closing it under a thread that is inside libvirt would free what it
+        uses."""
+        self._retired = True
 
     @property
     def stuck(self) -> bool:
-        """Retired, but a thread has not come back yet."""
-        with self._lock:
-            return self._retired and self._threads > 0
+        """Retired, but the thread has not come back yet; for any thread."""
+        return self._retired and self._thread.is_alive()
 
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while not self._retired and (job := self._jobs.get()) is not None:
             job.run(self)
             del job  # its function may hold domains, and they the connection
-        with self._lock:
-            self._threads -= 1
-            last = self._threads == 0
-        if last and self._connection is not None:
-            connection = self._connection
+        connection = self._connection
+        if connection is not None:
             self._forget()
             with contextlib.suppress(libvirt.libvirtError):
                 connection.close()
@@ -170,8 +161,50 @@ class _Lane:
         self._connection, self._undo = None, _nothing
 
 
+class _Lanes:
+    """A host's lanes for one purpose, as many as calls were made at once, ``most`` at most. Only
+    for the asyncio loop's thread."""
+
+    def __init__(self, uri: str, name: str, most: int, prepare: Prepare) -> None:
+        self._uri = uri
+        self._name = name
+        self._most = most
+        self._prepare = prepare
+        self._jobs: queue.SimpleQueue[_Job[Any] | None] = queue.SimpleQueue()
+        self._lanes: list[_Lane] = []
+        self._open: list[_Job[Any]] = []  # jobs that wait or run
+
+    def submit(self, job: _Job[Any]) -> None:
+        """Have a job done by the lane that is free first, a new one if none is."""
+        self._open = [*(each for each in self._open if not each.future.done()), job]
+        if len(self._lanes) < min(self._most, len(self._open)):
+            self._start()
+        self._jobs.put(job)
+
+    def replace(self, lane: _Lane) -> None:
+        """Have a new lane for this one, which hangs, if it is one of these."""
+        if lane in self._lanes:
+            lane.retire()
+            self._lanes.remove(lane)
+            self._start()
+
+    def retire(self) -> None:
+        """Take no more calls."""
+        for lane in self._lanes:
+            lane.retire()
+            self._jobs.put(None)
+
+    def _start(self) -> None:
+        name = f"libvirt-{self._name}-{len(self._lanes)}"
+        self._lanes.append(_Lane(self._uri, name, self._jobs, self._prepare))
+
+
 def _nothing() -> None:
     pass
+
+
+def _no_more(_connection: Any) -> Callable[[], None]:
+    return _nothing
 
 
 def _is_alive(connection: Any) -> bool:
@@ -238,57 +271,58 @@ class Connection:
     async def transfer(
         self, fn: Callable[[Any, Beat], T], what: str, *, stall_s: float = 60.0
     ) -> T:
-        """As ``call``, on the second connection, for volume streams: ``fn(virConnect, beat)``
+        """As ``call``, on connections for volume streams alone: ``fn(virConnect, beat)``
         must call ``beat`` as it gets on, and has ``stall_s`` seconds from one to the next."""
         return await self._run(self._bulk, fn, what, stall_s)
 
-    async def _run(self, lane: _Lane, fn: Callable[[Any, Beat], T], what: str, limit_s: float) -> T:
+    async def _run(
+        self, lanes: _Lanes, fn: Callable[[Any, Beat], T], what: str, limit_s: float
+    ) -> T:
         if self._closed:
             raise HostUnreachable(f"Host {self.host}: the connection is closed.")
         if not self.reachable:
             raise self._unreachable()
         job = _Job(fn)
-        waiter = self._submit(lane, job)
+        waiter = self._submit(lanes, job)
         try:
             while not waiter.done():
                 left_s = job.beat + limit_s - time.monotonic()
                 if left_s <= 0:
-                    raise self._abandon(lane, job, what, limit_s)
+                    raise self._abandon(job, what, limit_s)
                 await asyncio.wait({waiter}, timeout=left_s)
             result = waiter.result()
         except libvirt.libvirtError as error:
-            raise self._translate(lane, what, error) from error
+            raise self._translate(what, error) from error
         finally:
             job.future.cancel()  # our caller was cancelled: it need not begin any more
         self._failures = 0
         return result
 
-    def _submit(self, lane: _Lane, job: _Job[T]) -> asyncio.Future[T]:
-        lane.submit(job)
+    def _submit(self, lanes: _Lanes, job: _Job[T]) -> asyncio.Future[T]:
+        lanes.submit(job)
         waiter = asyncio.wrap_future(job.future)
         # What an abandoned call comes back with is nobody's news any more.
         waiter.add_done_callback(lambda done: done.cancelled() or done.exception())
         return waiter
 
-    def _abandon(self, lane: _Lane, job: _Job[Any], what: str, limit_s: float) -> HostError:
+    def _abandon(self, job: _Job[Any], what: str, limit_s: float) -> HostError:
         text = f"Host {self.host}: {what} took longer than {limit_s:g} s and was abandoned."
         if job.future.cancel():  # all threads were busy: it will not run, and is nobody's fault
             return HostTimeout(text, "The host is busy; it is tried again.")
-        self._replace(lane)
+        self._replace(job)
         self._failed(text)
         return HostTimeout(
             text, f"Look at libvirt's daemon on {self.host} if this comes back (journalctl)."
         )
 
-    def _replace(self, lane: _Lane) -> None:
-        lane.retire()
-        self._retired = [*(old for old in self._retired if old.stuck), lane]
-        if lane is self._control:
-            self._control = self._new_control()
-        elif lane is self._bulk:
-            self._bulk = self._new_bulk()
+    def _replace(self, job: _Job[Any]) -> None:
+        """Give up the lane in which a job hangs."""
+        if job.lane is not None:
+            self._retired = [*(old for old in self._retired if old.stuck), job.lane]
+            self._control.replace(job.lane)
+            self._bulk.replace(job.lane)
 
-    def _translate(self, lane: _Lane, what: str, error: Any) -> HostError:
+    def _translate(self, what: str, error: Any) -> HostError:
         if is_connection_error(error):
             self._failed(str(error))
             if self.reachable:
@@ -319,29 +353,29 @@ class Connection:
             self._retired = [lane for lane in self._retired if lane.stuck]
             if len(self._retired) >= MAX_STUCK_LANES:
                 continue
-            lane = self._control
             job: _Job[object] = _Job(lambda connection, _beat: connection.getLibVersion())
-            waiter = self._submit(lane, job)
+            waiter = self._submit(self._control, job)
             try:
                 await asyncio.wait_for(waiter, 10)
             except (TimeoutError, libvirt.libvirtError) as error:
                 self._why = str(error) or "connecting took longer than 10 s"
                 if isinstance(error, TimeoutError):
-                    self._replace(lane)
+                    self._replace(job)
                 continue
             log.info("host %s answers again", self.host)
             self._failures = 0
             self._reconnecting = None
             return
 
-    def _new_control(self) -> _Lane:
-        return _Lane(self.uri, self.host, THREADS, self._subscribe)
+    def _new_control(self) -> _Lanes:
+        return _Lanes(self.uri, self.host, THREADS, self._subscribe)
 
-    def _new_bulk(self) -> _Lane:
-        return _Lane(self.uri, f"{self.host}-bulk", 2, lambda _connection: _nothing)
+    def _new_bulk(self) -> _Lanes:
+        return _Lanes(self.uri, f"{self.host}-bulk", STREAMS, _no_more)
 
     def _subscribe(self, connection: Any) -> Callable[[], None]:
-        """On a lane's thread, right after the control connection was opened."""
+        """On a lane's thread, right after a control connection was opened. Each of a host's tells
+        of each event: it is heard several times, and missed by none that was lost."""
         subscription = connection.domainEventRegisterAny(
             None, libvirt.VIR_DOMAIN_EVENT_ID_LIFECYCLE, self._lifecycle, None
         )
