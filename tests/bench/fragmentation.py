@@ -102,7 +102,11 @@ def replay(
             at[percent].append(given)
     return Outcome(
         round(100 * given / capacity, 2),
-        {str(percent): round(100 * fmean(sums) / capacity, 2) for percent, sums in at.items()},
+        {
+            str(percent): round(100 * fmean(sums) / capacity, 2)
+            for percent, sums in at.items()
+            if sums  # a short list of requests may pass by a percent
+        },
         len(asks),
     )
 

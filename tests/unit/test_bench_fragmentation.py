@@ -4,18 +4,8 @@ from __future__ import annotations
 
 import random
 
-from tests.bench.fragmentation import (
-    Ask,
-    BestFit,
-    Fgd,
-    Ours,
-    State,
-    choices,
-    fits,
-    grow,
-    replay,
-    take,
-)
+from tests.bench.fragmentation import grow, replay
+from tests.bench.policies import Ask, BestFit, Fgd, Ours, State, choices, fits, take
 
 SHARE = Ask(1000, 100, 1, 600, frozenset())
 PAIR = Ask(2000, 100, 2, 1000, frozenset())
