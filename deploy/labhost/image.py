@@ -187,7 +187,8 @@ def populate(root: Path, layer: BaseImage) -> None:
     for name in _MASKED:
         _link(root, f"{units}/{name}", "/dev/null")
     _link(root, "etc/systemd/system-generators/cloud-init-generator", "/dev/null")
-    _link(root, f"{units}/sysinit.target.wants/lab-seed.service", f"/{units}/lab-seed.service")
+    for name in ("lab-cpus.service", "lab-seed.service"):
+        _link(root, f"{units}/sysinit.target.wants/{name}", f"/{units}/{name}")
     # libvirtd asks every emulator that it finds for its abilities, which takes seconds each.
     (root / "usr/bin/qemu-system-i386").unlink(missing_ok=True)
     for name in ("systemd-networkd.service", "ssh.service", "libvirtd.service"):
