@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from gpuspawner.allocator.clock import now_ms
@@ -18,7 +18,9 @@ from gpuspawner.host.api import (
     HostTimeout,
     HostUnreachable,
     Image,
+    Rung,
 )
+from gpuspawner.host.recovery import in_words
 from gpuspawner.ledger import diagnoses as diagnosis_ledger
 from gpuspawner.ledger import gpus as gpu_ledger
 from gpuspawner.ledger.database import Transaction
@@ -58,9 +60,13 @@ class Diagnosis:
         started = asyncio.get_running_loop().time()
         before: Witness | None = None
         after: Witness | None = None
+        tried: tuple[Rung, ...] = ()
         console = ""
         try:
             before = await self.driver.witness(self.gpu.address)
+            if not before.present:
+                tried = await self.driver.recover(self.gpu.address)
+                before = await self._witness_recovered(tried) or before
             if before.present:
                 report = await self._in_the_service_vm()
                 console = await self._console()
@@ -72,18 +78,43 @@ class Diagnosis:
                 enrolled=self.gpu.enrolled,
                 before=before,
                 after=after,
-                policy=self._policy(),
+                policy=self._policy() if before.present else EMULATED,
             )
+            if verdict.outcome is Outcome.LOST and tried:
+                verdict = replace(verdict, reasons=(*verdict.reasons, in_words(tried)))
         except HostError as error:
             report = self.reader.report(broken=f"The host failed: {error}")
             verdict = Verdict(Outcome.INCONCLUSIVE, (str(report.broken),), infra=True)
         finally:
             self.ctx.diagnosis_progress.pop(self.run_id, None)
+        witness = {
+            "before": _witness_json(before),
+            "after": _witness_json(after),
+            "recovery": [asdict(rung) for rung in tried],
+        }
         await self._clean_up()
-        await self.ctx.ledger.write(self._commit, verdict, report, before, after, console, now_ms())
+        await self.ctx.ledger.write(self._commit, verdict, report, witness, console, now_ms())
         seconds = asyncio.get_running_loop().time() - started
         self._tell(verdict, seconds)
         return verdict
+
+    async def _witness_recovered(self, tried: tuple[Rung, ...]) -> Witness | None:
+        """The GPU once more after its recovery was tried, and the host's hardware with it."""
+        if not tried:
+            return None
+        seen = await self.driver.witness(self.gpu.address)
+        if seen.present:
+            log.warning(
+                "gpu_recovered host=%s gpu=%s by=%s",
+                self.run.host, self.gpu.address, tried[-1].step,
+            )  # fmt: skip
+            self.inventory = await self.driver.survey()
+            if all(gpu.address != self.gpu.address for gpu in self.inventory.gpus):
+                raise HostError(
+                    f"The GPU at {self.gpu.address} answers again ({tried[-1].step}), and the "
+                    "host does not list it as a GPU."
+                )
+        return seen
 
     def _policy(self) -> Policy:
         # Real GPUs have a policy of their own once their checks exist; until then nothing that is
@@ -195,8 +226,7 @@ class Diagnosis:
         tx: Transaction,
         verdict: Verdict,
         report: Report,
-        before: Witness | None,
-        after: Witness | None,
+        witness: dict[str, Any],
         console: str,
         now: int,
     ) -> None:
@@ -208,7 +238,7 @@ class Diagnosis:
             verdict,
             identity=report.identities[0] if report.identities else None,
             report=self.reader.as_json(),
-            witness={"before": _witness_json(before), "after": _witness_json(after)},
+            witness=witness,
             console=console,
             now_ms=now,
             max_attempts=self.ctx.limits.diagnosis_attempts,

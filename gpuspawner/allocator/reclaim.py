@@ -102,7 +102,14 @@ class Reclaimer:
                     tx, gpu, GpuState.USED, now, reason="Never diagnosed: first enrolment."
                 )
         begun: list[tuple[DiagnosisRecord, GpuRecord, HostRecord]] = []
-        for gpu in [gpu for gpu in due(tx, self.host, now) if gpu.address in sound][:room]:
+        # One that the host does not see at all is taken on too: it may be brought back.
+        seen = {gpu.address for gpu in host.inventory.gpus}
+        ready = [
+            gpu
+            for gpu in due(tx, self.host, now)
+            if gpu.address in sound or gpu.address not in seen
+        ]
+        for gpu in ready[:room]:
             run = diagnosis_ledger.begin(
                 tx, gpu, str(uuid.uuid4()), secrets.token_hex(16), image.digest, now
             )

@@ -88,6 +88,14 @@ class GuestSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Rung:
+    """One step that was tried to bring a GPU back; ``failure`` says why it could not be done."""
+
+    step: str
+    failure: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Guest:
     """A VM of this installation that the host has. ``state`` is ``running``, ``paused``,
     ``shutting`` or ``gone``. A VM is paused when its disk has no room for what it writes."""
@@ -149,6 +157,11 @@ class GpuHost(Protocol):
 
     async def reset(self, address: str) -> None:
         """Reset the GPU in this slot, all functions of it."""
+        ...
+
+    async def recover(self, address: str) -> tuple[Rung, ...]:
+        """Try to bring back a GPU that does not answer; what was tried. Whether it answers now,
+        ``witness`` tells. Nothing is tried with an emulated GPU."""
         ...
 
     async def released(self, address: str) -> bool:

@@ -139,6 +139,9 @@ def parse_witness(address: str, answer: Mapping[str, Any]) -> Witness:
         ids=tuple(answer.get("ids", ())),
         link_speed_gts=float(answer.get("link_speed_gts", 0.0)),
         link_width=int(answer.get("link_width", 0)),
+        port_link_speed_gts=float(answer.get("port_link", (0.0, 0))[0]),
+        port_link_width=int(answer.get("port_link", (0.0, 0))[1]),
+        reset_methods=tuple(answer.get("reset_methods", ())),
         aer={str(key): int(value) for key, value in answer.get("aer", {}).items()},
         note=str(answer.get("note", "")),
     )

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 from gpuspawner.host import accel as accel_probe
 from gpuspawner.host import guests as vms
-from gpuspawner.host import surveying, volumes
-from gpuspawner.host.api import Channel, Guest, GuestSpec, HostError, Image
+from gpuspawner.host import recovery, surveying, volumes
+from gpuspawner.host.api import Channel, Guest, GuestSpec, HostError, Image, Rung
 from gpuspawner.host.channel import StreamChannel
 from gpuspawner.host.connection import THREADS, Connection
 from gpuspawner.host.devices import real
@@ -204,6 +204,12 @@ class LibvirtHost:
         else:
             self._emulated_gpu(address)
             self.resets[address] += 1
+
+    async def recover(self, address: str) -> tuple[Rung, ...]:
+        """Try to bring back a GPU that does not answer, step by step."""
+        if self._emulated is not None:
+            return ()
+        return await recovery.recover(address, self._probe)
 
     async def released(self, address: str) -> bool:
         """No process holds the GPU: its VFIO group opens; an emulated one's memory is not open

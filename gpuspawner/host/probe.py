@@ -13,12 +13,22 @@ Standard library only, Python 3.7 or later. One JSON object on one line: the ans
     witness ADDR    whether the device in this slot answers on the bus, its ids, link and errors
     reset ADDR      reset every function of the device's IOMMU group that can be, or all at once
     released ADDR   whether no process holds the device's VFIO group
+
+What a device that does not answer may be brought back by, each only if nobody holds it and its
+port has nothing else behind it; afterwards its functions are bound to vfio-pci:
+
+    wake ADDR         out of its power state, and its port with it
+    bus-reset ADDR    a reset of the bus behind its port, then found anew
+    rescan ADDR       taken out of the kernel's list and found anew
+    reseat ADDR       the same with its port
+    power-cycle ADDR  its slot's power off and on, where the slot can
     holders PATH    the processes that have this file open or mapped
     binding PID     where a process may run and take memory, thread by thread
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import glob
@@ -333,6 +343,8 @@ def witness(address: str) -> Answer:
         "ids": [function(f"{SYSFS}/bus/pci/devices/{member}")["id"] for member in members],
         "link_speed_gts": speed,
         "link_width": width,
+        "port_link": own_link(port_of(base), "current") if port_of(base) else (0.0, 0),
+        "reset_methods": read(base + "/reset_method").split(),
         "aer": aer,
         "note": "" if present else "its config space reads all ones",
     }
@@ -421,6 +433,139 @@ def released(address: str) -> Answer:
     return {"v": 1, "released": True, "holders": []}
 
 
+# -- a device that does not answer ----------------------------------------------------------------
+
+
+def write(path: str, text: str) -> None:
+    try:
+        with open(path, "w", encoding="ascii") as file:
+            file.write(text)
+    except OSError as error:
+        short = path[len(SYSFS) :]
+        raise ProbeError(f"writing {text} to /sys{short} failed: {error.strerror}") from error
+
+
+def functions(address: str) -> list[str]:
+    """The folders of all functions in a device's slot that the kernel lists."""
+    return sorted(glob.glob(device(address)[:-1] + "[0-7]"))
+
+
+def port_above(address: str) -> str:
+    """The port by the bus behind it: the kernel may not list the device any more."""
+    domain, bus, _slot = address.split(":")
+    for base in glob.glob(f"{SYSFS}/bus/pci/devices/{domain}:*"):
+        if read(base + "/secondary_bus_number") == str(int(bus, 16)):
+            return base
+    raise ProbeError(
+        f"no port has {address} behind it",
+        "A device on a root bus can only be reset by a power cycle of the host.",
+    )
+
+
+def own_port(address: str) -> str:
+    """The port above, if nothing but this device is behind it and nobody holds that.
+
+    A reset of the port reaches all that is behind it, and who holds it would go on with a device
+    that has forgotten everything.
+    """
+    port = port_above(address)
+    ours = [os.path.basename(base) for base in functions(address)]
+    behind = [
+        name
+        for _folder, names, _files in os.walk(os.path.realpath(port))
+        for name in names
+        if ADDRESS.match(name)
+    ]
+    strangers = sorted(set(behind) - set(ours))
+    if strangers:
+        raise ProbeError(f"its port has {', '.join(strangers)} behind it too")
+    for name in ours:
+        path = "/dev/vfio/" + link_name(device(name) + "/iommu_group")
+        held = holders(path)["holders"] if os.path.basename(path) and os.path.exists(path) else []
+        if held:
+            raise ProbeError(f"{name} is held by {', '.join(str(each) for each in held)}")
+    return port
+
+
+def found_anew(address: str, patience_s: float = 0.0) -> Answer:
+    """After a rescan: the device's functions, all of them bound to vfio-pci."""
+    end = time.monotonic() + patience_s
+    while not functions(address) and time.monotonic() < end:
+        time.sleep(0.1)
+    found = functions(address)
+    for base in found:
+        name = os.path.basename(base)
+        if link_name(base + "/driver") != "vfio-pci":
+            write(base + "/driver_override", "vfio-pci")
+            if link_name(base + "/driver"):
+                write(base + "/driver/unbind", name)
+            write(SYSFS + "/bus/pci/drivers_probe", name)
+    return {"v": 1, "functions": [os.path.basename(base) for base in found]}
+
+
+def take_out(address: str) -> None:
+    for base in reversed(functions(address)):
+        write(base + "/remove", "1")
+
+
+def wake(address: str) -> Answer:
+    for base in (port_above(address), *functions(address)):
+        for name, text in (("d3cold_allowed", "0"), ("power/control", "on")):
+            if os.path.exists(f"{base}/{name}"):
+                write(f"{base}/{name}", text)
+    time.sleep(0.5)
+    return {"v": 1, "states": [read(base + "/power_state") for base in functions(address)]}
+
+
+BRIDGE_CONTROL, SECONDARY_BUS_RESET = 0x3E, 0x40  # PCI-to-PCI Bridge Architecture, 3.2.5.18
+
+
+def bus_reset(address: str) -> Answer:
+    """The kernel's own reset of a bus keeps and restores what the device had in its registers,
+    which of one that does not answer is all ones: so by the port's register, and found anew."""
+    port = own_port(address)
+    with open(port + "/config", "r+b", buffering=0) as file:
+        before = os.pread(file.fileno(), 2, BRIDGE_CONTROL)
+        (bits,) = struct.unpack("<H", before)
+        os.pwrite(file.fileno(), struct.pack("<H", bits | SECONDARY_BUS_RESET), BRIDGE_CONTROL)
+        time.sleep(0.01)  # PCI asks for 1 ms at least
+        os.pwrite(file.fileno(), before, BRIDGE_CONTROL)
+    time.sleep(1.0)  # what a device may take until it answers again
+    take_out(address)
+    write(port + "/rescan", "1")
+    return found_anew(address)
+
+
+def rescan(address: str) -> Answer:
+    port = own_port(address)
+    take_out(address)
+    write(port + "/rescan", "1")
+    return found_anew(address)
+
+
+def reseat(address: str) -> Answer:
+    port = own_port(address)
+    above = os.path.dirname(os.path.realpath(port))
+    name = os.path.basename(above)
+    write(port + "/remove", "1")
+    write(above + "/rescan" if ADDRESS.match(name) else f"{above}/pci_bus/{name[3:]}/rescan", "1")
+    return found_anew(address)
+
+
+def power_cycle(address: str) -> Answer:
+    own_port(address)
+    for slot in glob.glob(SYSFS + "/bus/pci/slots/*"):
+        if read(slot + "/address") == address[:-2] and os.path.exists(slot + "/power"):
+            break
+    else:
+        raise ProbeError("its slot's power cannot be switched")
+    with contextlib.suppress(ProbeError):  # it may believe itself off: what counts is the next
+        write(slot + "/power", "0")
+    time.sleep(1.0)
+    write(slot + "/power", "1")
+    return found_anew(address, patience_s=5.0)
+
+
 # -- processes ------------------------------------------------------------------------------------
 
 
@@ -490,6 +635,11 @@ VERBS: dict[str, Callable[..., Answer]] = {
     "witness": witness,
     "reset": reset,
     "released": released,
+    "wake": wake,
+    "bus-reset": bus_reset,
+    "rescan": rescan,
+    "reseat": reseat,
+    "power-cycle": power_cycle,
     "holders": holders,
     "binding": binding,
 }

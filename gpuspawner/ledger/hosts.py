@@ -73,10 +73,11 @@ def set_accel(tx: Connection, name: str, accel: str) -> None:
 def record_survey(tx: Connection, inventory: Inventory, now_ms: int) -> bool:
     """Store what a host has. True if it has rebooted since the last survey.
 
-    GPUs that are new become ``new``; a GPU that is gone keeps its row, its owner and its history
-    and becomes ``lost`` unless somebody holds it; one that comes back stays lost until an admin
-    has it retested. After a reboot everything that was proved about a free GPU is old news, and
-    so it is when other devices are in its slot: it must be diagnosed again.
+    GPUs that are new become ``new``; a GPU that is gone keeps its row, its owner and its history.
+    One that was free is ``used`` then: its diagnosis tries to bring it back, or finds it ``lost``.
+    One that comes back by itself stays lost until an admin has it retested. After a reboot
+    everything that was proved about a free GPU is old news, and so it is when other devices are in
+    its slot: it must be diagnosed again.
     """
     old = get(tx, inventory.host)
     rebooted = old is not None and old.boot_id not in (None, inventory.boot_id)
@@ -98,14 +99,10 @@ def record_survey(tx: Connection, inventory: Inventory, now_ms: int) -> bool:
         if gpu.address in present and inventory.gpu(gpu.address).ids != gpu.ids
     }
     for record in known.values():
-        if record.address not in present and record.state in (
-            GpuState.NEW,
-            GpuState.USED,
-            GpuState.UNASSIGNED,
-        ):
-            gpu_ledger.move(
-                tx, record, GpuState.LOST, now_ms, reason="It does not answer on the host's bus."
-            )
+        if record.address not in present and record.state in (GpuState.NEW, GpuState.UNASSIGNED):
+            state = GpuState.LOST if record.state is GpuState.NEW else GpuState.USED
+            reason = "It does not answer on the host's bus."
+            gpu_ledger.move(tx, record, state, now_ms, reason=reason)
         elif rebooted and record.state is GpuState.UNASSIGNED:
             gpu_ledger.move(tx, record, GpuState.USED, now_ms, reason="The host has rebooted.")
         elif record.address in swapped and record.state is GpuState.UNASSIGNED:

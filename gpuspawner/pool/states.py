@@ -94,8 +94,6 @@ GPU_STEPS: frozenset[tuple[GpuState, GpuState, str]] = frozenset(
         (_G.QUARANTINED, _G.USED, "admin asks for a retest"),
         (_G.RETIRED, _G.NEW, "put back"),
         (_G.NEW, _G.LOST, "not on the bus"),
-        (_G.USED, _G.LOST, "not on the bus"),
-        (_G.UNASSIGNED, _G.LOST, "not on the bus"),
         *(
             (state, _G.RETIRED, "taken out by an admin")
             for state in (_G.NEW, _G.USED, _G.UNASSIGNED, _G.FAILED, _G.LOST, _G.QUARANTINED)

@@ -19,8 +19,9 @@ _GRAVE_AER = frozenset({"fatal", "nonfatal"})
 
 @dataclass(frozen=True, slots=True)
 class Witness:
-    """What the host itself sees of a GPU: whether it answers on the bus, who it says it is, and
-    its link. ``config`` is the start of config space in hex (all ones: fallen off)."""
+    """What the host itself sees of a GPU: whether it answers on the bus (its config space does not
+    read all ones), who it says it is, its link (GT/s, lanes; 0 is unknown) and that of the port
+    above, how it can be reset, and the bus errors counted so far."""
 
     address: str
     present: bool
@@ -28,6 +29,9 @@ class Witness:
     ids: tuple[str, ...] = ()
     link_speed_gts: float = 0.0
     link_width: int = 0
+    port_link_speed_gts: float = 0.0
+    port_link_width: int = 0
+    reset_methods: tuple[str, ...] = ()
     aer: Mapping[str, int] = field(default_factory=dict)
     note: str = ""
 
@@ -170,11 +174,15 @@ def _witness_faults(before: Witness, after: Witness) -> list[str]:
     faults: list[str] = []
     if before.ids != after.ids:
         faults.append(f"The host saw PCI ids {before.ids} before and {after.ids} after.")
-    if (after.link_speed_gts, after.link_width) < (before.link_speed_gts, before.link_width):
-        faults.append(
-            f"The link fell from {before.link_speed_gts} GT/s x{before.link_width} to "
-            f"{after.link_speed_gts} GT/s x{after.link_width}."
-        )
+    # Not the speed: an idle link slows down to save power, and a card that starts up has not yet.
+    for what, old, new in (
+        ("link", before.link_width, after.link_width),
+        ("link of the port above", before.port_link_width, after.port_link_width),
+    ):
+        if new < old:
+            faults.append(f"The {what} fell from x{old} to x{new}.")
+    if lost := set(before.reset_methods) - set(after.reset_methods):
+        faults.append(f"It can no longer be reset by {', '.join(sorted(lost))}.")
     for name, count in sorted(after.aer.items()):
         grown = count - before.aer.get(name, 0)
         if grown > 0 and name in _GRAVE_AER:

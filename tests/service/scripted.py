@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from gpuspawner.host.api import Channel, Guest, GuestSpec, HostError, HostTimeout, Image
+from gpuspawner.host.api import Channel, Guest, GuestSpec, HostError, HostTimeout, Image, Rung
 from gpuspawner.host.inspection import Finding, Inspection, inspect_declared
 from gpuspawner.pool.topology import Gpu, Inventory, Node
 from gpuspawner.pool.verdict import Witness
@@ -104,6 +104,7 @@ class World:
     script: Script = lambda run, nonce, gpu: encode(report(run, nonce, gpu))
     findings: tuple[Finding, ...] = ()
     gone: set[str] = field(default_factory=set)
+    on_recover: Callable[[str], tuple[Rung, ...]] = lambda address: ()
     blocked: frozenset[str] = frozenset()
     held: set[str] = field(default_factory=set)
     silent: bool = False  # guests do not answer HTTP
@@ -256,6 +257,10 @@ class ScriptedHost:
     async def reset(self, address: str) -> None:
         await self.world.enter("reset", address)
         self.world.resets.append(address)
+
+    async def recover(self, address: str) -> tuple[Rung, ...]:
+        await self.world.enter("recover", address)
+        return self.world.on_recover(address)
 
     async def released(self, address: str) -> bool:
         await self.world.enter("released", address)

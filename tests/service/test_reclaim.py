@@ -11,7 +11,7 @@ import pytest
 
 from gpuspawner import schema
 from gpuspawner.client import AllocatorClient, AllocatorError
-from gpuspawner.host.api import HostError
+from gpuspawner.host.api import HostError, Rung
 from tests.layers import wait_for_async
 from tests.service.harness import Site, acquire_body, gpu_in, lease_in
 from tests.service.scripted import CHECKS, World, encode, report
@@ -88,6 +88,54 @@ async def test_gone_from_the_bus(site: Site) -> None:
         await used_once(site, client, lambda world: world.gone.add(GPU))
         gpu = await gpu_in(client, GPU, "lost")
         assert "does not answer on the bus" in (gpu.reason or "")
+
+
+@pytest.mark.parametrize("listed", [True, False])
+async def test_a_gpu_that_is_brought_back(site: Site, listed: bool) -> None:
+    """Whether the kernel still lists it or not: it is diagnosed as any other, and what brought it
+    back stands in the record."""
+    tried = (Rung("wake"), Rung("reset", "it did not take it"), Rung("bus-reset"))
+
+    def lose(world: World) -> None:
+        whole = world.inventory
+        world.gone.add(GPU)
+        if not listed:
+            world.inventory = replace(whole, gpus=())
+
+        def recover(address: str) -> tuple[Rung, ...]:
+            world.gone.discard(address)
+            world.inventory = whole
+            return tried
+
+        world.on_recover = recover
+
+    async with site.running() as client:
+        await used_once(site, client, lose)
+        await gpu_in(client, GPU, "unassigned")
+        (run, _first) = await client.diagnoses(host="h1", gpu=GPU)
+        assert run.outcome == "pass"
+        assert [step["step"] for step in run.witness["recovery"]] == ["wake", "reset", "bus-reset"]
+
+
+async def test_a_gpu_that_is_not_brought_back(site: Site) -> None:
+    """The reason says what was tried; each retest tries it again."""
+
+    def lose(world: World) -> None:
+        world.gone.add(GPU)
+        world.inventory = replace(world.inventory, gpus=())
+        world.on_recover = lambda address: (Rung("wake"), Rung("power-cycle", "no switch"))
+
+    async with site.running() as client:
+        await used_once(site, client, lose)
+        gpu = await gpu_in(client, GPU, "lost")
+        assert "Tried in vain: wake. Powering the host off" in (gpu.reason or "")
+        world = site.worlds["h1"]
+        assert world.history.count(("recover", GPU)) == 1
+        await client.gpu_action("h1", GPU, schema.GpuAction(action="retest"))
+        await wait_for_async(
+            lambda: world.history.count(("recover", GPU)) == 2, 20, "another recovery"
+        )
+        await gpu_in(client, GPU, "lost")
 
 
 async def test_gone_from_the_bus_while_a_server_has_it(site: Site) -> None:

@@ -90,6 +90,15 @@ def test_names_in_addresses_are_escaped() -> None:
     assert URLS.pending("ada@lab", "") == "/hub/spawn-pending/ada@lab"
 
 
+def test_recovery_is_shown_step_by_step() -> None:
+    one = {"recovery": [{"step": "wake", "failure": ""}, {"step": "reset", "failure": "held"}]}
+    run = schema.Diagnosis(
+        id="d1", host="h1", gpu="0000:41:00.0", state="done", attempt=1, started_at=NOW,
+        policy_version=1, witness=one,
+    )  # fmt: skip
+    assert details.run(run, URLS).recovery == ("wake: done", "reset: held")
+
+
 def test_witness_shows_what_changed() -> None:
     before = {"present": True, "ids": ["10de:20f1"], "link_width": 16, "aer": {}, "note": ""}
     rows = details.witness_rows(before, {**before, "link_width": 8})

@@ -66,16 +66,16 @@ async def test_a_gpu_that_is_gone_keeps_its_row(ledger: Ledger, state: GpuState)
     """Its holder keeps it too; whoever asks its host about it learns that it is gone."""
     await bring(ledger, state)
     record = await after(ledger, replace(INVENTORY, gpus=()))
-    held = (GpuState.RESERVED, GpuState.ASSIGNED, GpuState.DIAGNOSING)
-    assert record.state is (state if state in held else GpuState.LOST)
+    moved = {GpuState.NEW: GpuState.LOST, GpuState.UNASSIGNED: GpuState.USED}
+    assert record.state is moved.get(state, state)
 
 
-async def test_a_gpu_that_comes_back_waits_for_an_admin(ledger: Ledger) -> None:
+async def test_a_gpu_that_was_gone_proves_itself_anew(ledger: Ledger) -> None:
+    """Its diagnosis tries to bring it back; one that comes back before goes through it too."""
     await bring(ledger, GpuState.UNASSIGNED)
-    await after(ledger, replace(INVENTORY, gpus=()))
-    assert (await after(ledger, INVENTORY)).state is GpuState.LOST
-    states = [line["new"] for line in await ledger.read(gpus.history, "h1", GPU.address)]
-    assert states[0] == "lost"
+    gone = await after(ledger, replace(INVENTORY, gpus=()))
+    assert (gone.state, gone.reason) == (GpuState.USED, "It does not answer on the host's bus.")
+    assert (await after(ledger, INVENTORY)).state is GpuState.USED
 
 
 @pytest.mark.parametrize("state", TO)

@@ -93,6 +93,7 @@ class Run:
     reasons: tuple[str, ...]
     checks: tuple[CheckRow, ...]
     witness: tuple[WitnessRow, ...]
+    recovery: tuple[str, ...]
 
 
 def run(one: schema.Diagnosis, urls: Urls) -> Run:
@@ -115,7 +116,13 @@ def run(one: schema.Diagnosis, urls: Urls) -> Run:
         reasons=tuple(one.reasons),
         checks=tuple(_check_row(check) for check in one.checks),
         witness=witness_rows(one.witness.get("before"), one.witness.get("after")),
+        recovery=tuple(_rung(rung) for rung in one.witness.get("recovery") or ()),
     )
+
+
+def _rung(rung: Mapping[str, Any]) -> str:
+    failure = rung.get("failure")
+    return f"{rung.get('step')}: {failure}" if failure else f"{rung.get('step')}: done"
 
 
 def _check_row(check: Mapping[str, Any]) -> CheckRow:
@@ -134,6 +141,9 @@ _WITNESS_NAMES = {
     "ids": "PCI ids",
     "link_speed_gts": "link speed, GT/s",
     "link_width": "link width",
+    "port_link_speed_gts": "port's link speed, GT/s",
+    "port_link_width": "port's link width",
+    "reset_methods": "can be reset by",
     "aer": "bus errors",
     "boot_id": "host's boot id",
     "note": "note",
