@@ -20,7 +20,6 @@ import pytest_asyncio
 from deploy.labhost import network
 from deploy.labhost.machine import GPUS, LabGpu
 from deploy.labhost.running import Lab
-from gpuspawner import schema
 from gpuspawner.host.api import GuestSpec, HostError, Image
 from gpuspawner.host.inventory import parse_inventory
 from gpuspawner.host.libvirt_host import LibvirtHost
