@@ -50,6 +50,12 @@ def test_commands_in_the_documentation_exist(page: Path) -> None:
         assert not known[name] or verb in known[name], f"gpuspawner {name} {verb}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_tests_in_the_documentation_exist(page: Path) -> None:
+    for file, name in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page.read_text()):
+        assert re.search(rf"def {name}\(", (ROOT / file).read_text()), f"{file}::{name}"
+
+
 def test_the_units_start_what_is_installed() -> None:
     units = "\n".join(path.read_text() for path in (ROOT / "deploy/systemd").glob("*.service"))
     started = set(re.findall(r"ExecStart=/opt/gpuspawner/bin/([\w-]+)", units))

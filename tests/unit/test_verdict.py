@@ -51,10 +51,20 @@ def test_the_hosts_own_eyes() -> None:
     assert verdict(after=gone).outcome is Outcome.LOST
     assert verdict(after=None).outcome is Outcome.INCONCLUSIVE
     assert verdict(after=replace(SEEN, boot_id="other")).outcome is Outcome.INCONCLUSIVE
-    assert verdict(after=replace(SEEN, link_width=8)).outcome is Outcome.FAIL
     assert verdict(after=replace(SEEN, aer={"fatal": 1})).outcome is Outcome.FAIL
     assert verdict(after=replace(SEEN, aer={"correctable": 9})).outcome is Outcome.PASS
     assert verdict(after=replace(SEEN, ids=("ffff:ffff",))).outcome is Outcome.FAIL
+
+
+def test_a_narrower_link_fails_and_a_slower_one_does_not() -> None:
+    """A link that has nothing to do slows down, on good cards too. It never gets narrower."""
+    seen = replace(SEEN, port_link_speed_gts=16.0, port_link_width=16, reset_methods=("flr", "bus"))
+    idle = replace(seen, link_speed_gts=2.5, port_link_speed_gts=2.5)
+    assert verdict(before=seen, after=idle).outcome is Outcome.PASS
+    for change in ({"link_width": 8}, {"port_link_width": 8}, {"reset_methods": ("bus",)}):
+        found = verdict(before=seen, after=replace(seen, **change))
+        assert found.outcome is Outcome.FAIL, change
+        assert found.reasons, change
 
 
 def test_a_broken_report_says_nothing_good_or_bad() -> None:
