@@ -20,6 +20,7 @@ from deploy.stack.say import Problem
 from tests.lab.pool import LabPool
 
 _steps: list[tuple[str, float]] = []
+_faults: list[tuple[str, str, str, str, str]] = []
 
 
 @contextmanager
@@ -32,10 +33,19 @@ def timed(step: str) -> Iterator[None]:
         _steps.append((step, time.monotonic() - began))
 
 
+def note(fault: str, host: str, state: str, reason: str, user: str) -> None:
+    """A row of the fault table: what was done, what the host showed, what became of the GPU, the
+    reason on record, what the user was told."""
+    _faults.append((fault, host, state, reason, user))
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """The steps' times, whatever became of the tests."""
+    """The steps' times and the faults' table, whatever became of the tests."""
     for step, seconds in _steps:
         terminalreporter.write_line(f"lab: {seconds:6.1f} s  {step}")
+    for row in _faults:
+        cells = " | ".join(" ".join(cell.split()) for cell in row)
+        terminalreporter.write_line(f"| {cells} |")
 
 
 @pytest.fixture(scope="session")
