@@ -98,6 +98,8 @@ class LibvirtHost:
         self._copying = asyncio.Lock()
         # VMs take minutes to start and to end; one thread of the four is always left for the rest.
         self._slow = asyncio.Semaphore(THREADS - 1)
+        self._starting: dict[str, float] = {}  # how long each VM that starts may take, in seconds
+        self._listing = asyncio.Lock()
 
     # -- coming and going -------------------------------------------------------------------------
 
@@ -123,7 +125,7 @@ class LibvirtHost:
 
     async def remove(self) -> None:
         """Take VMs, network, filter and pool (with every home in it) off the host, for good."""
-        for each in await self._call(self._list, "listing its VMs"):
+        for each in await self._listed():
             await self.destroy(each.guest.uuid)
         await self._call(self._network.remove, "removing its network", deadline_s=30)
         await self._call(self._pool.remove, "removing its storage pool", deadline_s=120)
@@ -159,7 +161,7 @@ class LibvirtHost:
             self._inventory = self._emulated.inventory(self.name, await self._boot_id())
             return self._inventory, {}
         self._inventory, answer = await surveying.survey_real(
-            self.name, self._probe, lambda: self._call(self._list, "listing its VMs"), self._rules
+            self.name, self._probe, self._listed, self._rules
         )
         return self._inventory, answer
 
@@ -217,7 +219,7 @@ class LibvirtHost:
         if self._emulated is None:
             return bool((await self._probe("released", address))["released"])
         self._emulated_gpu(address)
-        found = await self._call(self._list, "listing its VMs")
+        found = await self._listed()
         if any(address in each.gpus for each in found):
             return False
         if self._shell is None:
@@ -332,7 +334,7 @@ class LibvirtHost:
 
     async def guests(self) -> list[Guest]:
         """This installation's VMs on the host."""
-        found = await self._call(self._list, "listing its VMs")
+        found = await self._listed()
         return [each.guest for each in found if each.guest.kind != vms.PROBE]
 
     async def guest(self, uuid: str) -> Guest | None:
@@ -417,6 +419,13 @@ class LibvirtHost:
             return []
         return [str(each) for each in (await self._probe("addresses"))["addresses"]]
 
+    async def _listed(self) -> list[vms.Found]:
+        # libvirt keeps a VM to itself while it starts, and so its list from everybody. One list
+        # waits for that, not one on each thread.
+        async with self._listing:
+            deadline_s = max([20.0, *self._starting.values()])
+            return await self._call(self._list, "listing its VMs", deadline_s)
+
     def _list(self, connection: Any) -> list[vms.Found]:
         return vms.listing(connection, self._instance, self.name)
 
@@ -459,9 +468,12 @@ class LibvirtHost:
 
         try:
             async with self._slow:
+                self._starting[spec.uuid] = deadline_s
                 await self._call(start, f"starting the VM {spec.uuid}", deadline_s)
         except ValueError as error:
             raise HostError(str(error), "Change the profile that asks for this.") from error
+        finally:
+            self._starting.pop(spec.uuid, None)
 
     def _fault(self, gpu: Gpu) -> str:
         return "none" if self._emulated is None else self._emulated.fault(gpu.address)
@@ -490,7 +502,7 @@ class LibvirtHost:
         await self._connection.transfer(make, f"making the emulated GPU {gpu.address}")
 
     async def _end_probes(self) -> None:
-        for each in await self._call(self._list, "listing its VMs"):
+        for each in await self._listed():
             if each.guest.kind == vms.PROBE:
                 await self.destroy(each.guest.uuid)
                 await self.drop_disks(each.guest.uuid)
