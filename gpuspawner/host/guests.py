@@ -248,8 +248,3 @@ def look(connection: Any) -> tuple[Capabilities, tuple[int, ...]]:
     present = connection.getCPUMap(0)[1]
     cpus = tuple(number for number, online in enumerate(present) if online)
     return parse_capabilities(connection.getCapabilities()), cpus
-
-
-def versions(connection: Any) -> tuple[int, int]:
-    """Of libvirt and of QEMU, as libvirt counts them."""
-    return connection.getLibVersion(), connection.getVersion()

@@ -14,10 +14,12 @@ from gpuspawner.host.problems import mmio_mib, size
 from gpuspawner.pool.topology import Gpu, Inventory
 
 Link = tuple[float, int]  # GT/s and lanes; (0.0, 0) if it has none
+Version = tuple[int, int, int]
 
 LIBVIRT = (8, 7, 0)  # the guest's physical address bits (maxphysaddr)
 QEMU = (6, 2, 0)  # devices described in JSON
 _CLOCK_S = 5.0
+_ROOM_MIB = 1024  # an overlay or an image that is being copied takes this much in a minute
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +71,25 @@ class Inspection:
 
 
 @dataclass(frozen=True, slots=True)
+class Daemon:
+    """What libvirt says: its version and QEMU's, and the room on the disk of the storage pool at
+    ``place``, ``None`` if nobody asked."""
+
+    libvirt: Version = (0, 0, 0)
+    qemu: Version = (0, 0, 0)
+    place: str = ""
+    free_mib: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Seen:
     """What the host's parts said. ``machine`` and ``rest`` are the probe's answers ``machine`` and
-    ``inventory``, the latter empty for an emulated host; ``libvirt`` and ``qemu`` are versions;
-    ``off_s`` is how far the host's clock is ahead of ours."""
+    ``inventory``, the latter empty for an emulated host; ``off_s`` is how far the host's clock is
+    ahead of ours."""
 
     machine: Mapping[str, Any]
     rules: HostRules = field(default_factory=HostRules)
-    libvirt: tuple[int, int, int] = (0, 0, 0)
-    qemu: tuple[int, int, int] = (0, 0, 0)
+    daemon: Daemon = field(default_factory=Daemon)
     kvm: bool = True
     off_s: float = 0.0
     rest: Mapping[str, Any] = field(default_factory=dict)
@@ -100,7 +112,13 @@ def inspect_declared(inventory: Inventory, seen: Seen | None = None) -> Inspecti
     )
     if seen is None:
         return Inspection(inventory, nodes, gpus)
-    found = (*_kvm(seen, "info"), *_versions(seen), *_bridge(seen, "warning"), *_clock(seen))
+    found = (
+        *_kvm(seen, "info"),
+        *_versions(seen),
+        *_bridge(seen, "warning"),
+        *_clock(seen),
+        *_room(seen),
+    )
     return Inspection(inventory, nodes, gpus, _lines(seen), found)
 
 
@@ -132,6 +150,7 @@ def inspect_real(inventory: Inventory, seen: Seen) -> Inspection:
         *_memory(inventory, seen),
         *_pages(inventory, nodes, seen),
         *_clock(seen),
+        *_room(seen),
         *_unread(seen),
         *(each for gpu in gpus for each in _links(gpu)),
         *(each for gpu in inventory.gpus for each in _power_and_reset(gpu, members[gpu.address])),
@@ -166,8 +185,8 @@ def _lines(seen: Seen) -> tuple[tuple[str, str], ...]:
         ("kernel", str(seen.machine["kernel"])),
         ("boot id", str(seen.machine["boot_id"])),
         ("IOMMU", _iommu_kind(seen.machine)),
-        ("libvirt", _version(seen.libvirt)),
-        ("QEMU", _version(seen.qemu)),
+        ("libvirt", _version(seen.daemon.libvirt)),
+        ("QEMU", _version(seen.daemon.qemu)),
     )
     return tuple((what, value) for what, value in lines if value)
 
@@ -214,7 +233,8 @@ def _kvm(seen: Seen, level: str) -> Iterator[Finding]:
 
 
 def _versions(seen: Seen) -> Iterator[Finding]:
-    for name, have, need in (("libvirt", seen.libvirt, LIBVIRT), ("QEMU", seen.qemu, QEMU)):
+    daemon = seen.daemon
+    for name, have, need in (("libvirt", daemon.libvirt, LIBVIRT), ("QEMU", daemon.qemu, QEMU)):
         if any(have) and have < need:
             yield Finding(
                 "error",
@@ -305,6 +325,17 @@ def _clock(seen: Seen) -> Iterator[Finding]:
             "warning",
             f"The host's clock is {abs(seen.off_s):.0f} s {'ahead' if seen.off_s > 0 else 'slow'}.",
             "Install chrony or switch systemd-timesyncd on.",
+        )
+
+
+def _room(seen: Seen) -> Iterator[Finding]:
+    free_mib = seen.daemon.free_mib
+    if free_mib is not None and free_mib < _ROOM_MIB:
+        yield Finding(
+            "error",
+            f"The disk of the storage pool {seen.daemon.place} is full ({size(free_mib)} are "
+            "free): servers do not start, and those that write stand still.",
+            "Free some space on that disk, or delete homes and images that nobody needs.",
         )
 
 

@@ -172,7 +172,10 @@ class LibvirtHost:
             inventory,
             answer,
             self._probe,
-            lambda: self._call(vms.versions, "asking for its version"),
+            await self._call(
+                lambda connection: surveying.daemon(connection, self._pool),
+                "asking for its versions and the room in its pool",
+            ),
             rules=self._rules,
             kvm=self._capabilities.kvm,
         )

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import libvirt
+
 from gpuspawner.host import guests as vms
-from gpuspawner.host.inspection import Inspection, Seen, inspect_declared, inspect_real
+from gpuspawner.host.inspection import (
+    Daemon,
+    Inspection,
+    Seen,
+    Version,
+    inspect_declared,
+    inspect_real,
+)
 from gpuspawner.host.inventory import HostRules, parse_inventory
+from gpuspawner.host.volumes import Pool
 from gpuspawner.pool.topology import Inventory
 
 Probe = Callable[[str], Awaitable[dict[str, Any]]]
@@ -33,22 +44,19 @@ async def inspect(
     inventory: Inventory,
     answer: Mapping[str, Any],
     probe: Probe,
-    versions: Callable[[], Awaitable[tuple[int, int]]],
+    said: Daemon,
     *,
     rules: HostRules,
     kvm: bool,
 ) -> Inspection:
     """What the host says of itself beside its inventory. ``answer`` is what ``survey_real`` gave,
-    empty for an emulated host; ``versions`` are libvirt's numbers for itself and QEMU; ``kvm`` is
-    whether libvirt offers it."""
-    libvirt, qemu = await versions()
+    empty for an emulated host; ``kvm`` is whether libvirt offers it."""
     started = time.time()
     machine = await probe("machine")
     seen = Seen(
         machine=machine,
         rules=rules,
-        libvirt=_version(libvirt),
-        qemu=_version(qemu),
+        daemon=said,
         kvm=kvm,
         # The probe looked at its clock at some time between asking and answering.
         off_s=_outside(float(machine["time"]), started, time.time()),
@@ -57,14 +65,26 @@ async def inspect(
     return inspect_real(inventory, seen) if answer else inspect_declared(inventory, seen)
 
 
+def daemon(connection: Any, pool: Pool) -> Daemon:
+    """What libvirt says of itself and of the room in its pool; blocks."""
+    with contextlib.suppress(libvirt.libvirtError):
+        pool.refresh(connection)  # refused while a volume is written: then the figure is older
+    return Daemon(
+        libvirt=_version(connection.getLibVersion()),
+        qemu=_version(connection.getVersion()),
+        place=f"{pool.name} at {pool.path}",
+        free_mib=pool.free_mib(connection),
+    )
+
+
+def _version(number: int) -> Version:
+    """libvirt counts 9.0.1 as 9000001."""
+    return number // 1_000_000, number // 1000 % 1000, number % 1000
+
+
 def own_boot_id() -> str:
     """Of the machine that this runs on."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-def _version(number: int) -> tuple[int, int, int]:
-    """libvirt counts 9.0.1 as 9000001."""
-    return number // 1_000_000, number // 1000 % 1000, number % 1000
 
 
 def _outside(value: float, first: float, last: float) -> float:
