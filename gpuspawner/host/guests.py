@@ -243,6 +243,15 @@ def parse_capabilities(text: str) -> Capabilities:
     )
 
 
+def offers_efi(text: str) -> bool | None:
+    """Whether guests can boot with UEFI, from ``virConnectGetDomainCapabilities``: libvirt looks
+    for a firmware as ``<os firmware='efi'>`` will. ``None`` if it does not say."""
+    firmware = ET.fromstring(text).find("./os/enum[@name='firmware']")
+    if firmware is None:
+        return None
+    return "efi" in {value.text for value in firmware.iterfind("value")}
+
+
 def look(connection: Any) -> tuple[Capabilities, tuple[int, ...]]:
     """Capabilities, and the CPUs that are online."""
     present = connection.getCPUMap(0)[1]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gpuspawner.host.inventory import HostRules
-from gpuspawner.host.problems import mmio_mib, size
+from gpuspawner.host.problems import asked_window_mib, mmio_mib, size
 from gpuspawner.pool.topology import Gpu, Inventory
 
 Link = tuple[float, int]  # GT/s and lanes; (0.0, 0) if it has none
@@ -72,11 +72,12 @@ class Inspection:
 
 @dataclass(frozen=True, slots=True)
 class Daemon:
-    """What libvirt says: its version and QEMU's, and the room on the disk of the storage pool at
-    ``place``, ``None`` if nobody asked."""
+    """What libvirt says: its version and QEMU's, whether it has UEFI for guests (``efi``), and the
+    room on the disk of the storage pool at ``place``. ``None``: it is not known."""
 
     libvirt: Version = (0, 0, 0)
     qemu: Version = (0, 0, 0)
+    efi: bool | None = None
     place: str = ""
     free_mib: int | None = None
 
@@ -84,13 +85,14 @@ class Daemon:
 @dataclass(frozen=True, slots=True)
 class Seen:
     """What the host's parts said. ``machine`` and ``rest`` are the probe's answers ``machine`` and
-    ``inventory``, the latter empty for an emulated host; ``off_s`` is how far the host's clock is
-    ahead of ours."""
+    ``inventory``, the latter empty for an emulated host; ``firmware`` is what guests boot with
+    unless their GPUs need another; ``off_s`` is how far the host's clock is ahead of ours."""
 
     machine: Mapping[str, Any]
     rules: HostRules = field(default_factory=HostRules)
     daemon: Daemon = field(default_factory=Daemon)
     kvm: bool = True
+    firmware: str = "bios"
     off_s: float = 0.0
     rest: Mapping[str, Any] = field(default_factory=dict)
 
@@ -115,6 +117,7 @@ def inspect_declared(inventory: Inventory, seen: Seen | None = None) -> Inspecti
     found = (
         *_kvm(seen, "info"),
         *_versions(seen),
+        *_uefi(inventory, seen),
         *_bridge(seen, "warning"),
         *_clock(seen),
         *_room(seen),
@@ -146,6 +149,7 @@ def inspect_real(inventory: Inventory, seen: Seen) -> Inspection:
         *_iommu(seen),
         *_kvm(seen, "error"),
         *_versions(seen),
+        *_uefi(inventory, seen),
         *_bridge(seen, "error"),
         *_memory(inventory, seen),
         *_pages(inventory, nodes, seen),
@@ -241,6 +245,25 @@ def _versions(seen: Seen) -> Iterator[Finding]:
                 f"{name} {_version(have)} is too old: {_version(need)} or later is needed.",
                 "Take a newer release of the distribution; Debian 12 has what is needed.",
             )
+
+
+def _uefi(inventory: Inventory, seen: Seen) -> Iterator[Finding]:
+    if seen.daemon.efi is not False:
+        return
+    sizes = [gpu.mmio_mib for gpu in inventory.gpus]
+    if seen.firmware == "efi" or any(map(asked_window_mib, sizes)):
+        level, who = "error", "guests boot with it here, and none starts"
+        if seen.firmware != "efi":
+            who = "GPUs with BARs as large as here need it, and no server with one starts"
+    elif asked_window_mib(sum(sizes)):
+        level, who = "warning", "a server with all of the host's GPUs needs it and does not start"
+    else:
+        return
+    yield Finding(
+        level,
+        f"UEFI for guests (OVMF) is not installed: {who}.",
+        "apt install ovmf (edk2-ovmf elsewhere); libvirt finds it in /usr/share/qemu/firmware.",
+    )
 
 
 def _bridge(seen: Seen, level: str) -> Iterator[Finding]:

@@ -178,6 +178,7 @@ class LibvirtHost:
             ),
             rules=self._rules,
             kvm=self._capabilities.kvm,
+            firmware=self._firmware,
         )
 
     async def gateway(self) -> str:

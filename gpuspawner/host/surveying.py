@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,8 @@ from gpuspawner.host.inspection import (
 from gpuspawner.host.inventory import HostRules, parse_inventory
 from gpuspawner.host.volumes import Pool
 from gpuspawner.pool.topology import Inventory
+
+log = logging.getLogger(__name__)
 
 Probe = Callable[[str], Awaitable[dict[str, Any]]]
 
@@ -48,9 +51,11 @@ async def inspect(
     *,
     rules: HostRules,
     kvm: bool,
+    firmware: str,
 ) -> Inspection:
     """What the host says of itself beside its inventory. ``answer`` is what ``survey_real`` gave,
-    empty for an emulated host; ``kvm`` is whether libvirt offers it."""
+    empty for an emulated host; ``kvm`` is whether libvirt offers it, and ``firmware`` what
+    guests boot with unless their GPUs need another."""
     started = time.time()
     machine = await probe("machine")
     seen = Seen(
@@ -58,6 +63,7 @@ async def inspect(
         rules=rules,
         daemon=said,
         kvm=kvm,
+        firmware=firmware,
         # The probe looked at its clock at some time between asking and answering.
         off_s=_outside(float(machine["time"]), started, time.time()),
         rest=answer,
@@ -72,6 +78,7 @@ def daemon(connection: Any, pool: Pool) -> Daemon:
     return Daemon(
         libvirt=_version(connection.getLibVersion()),
         qemu=_version(connection.getVersion()),
+        efi=_efi(connection),
         place=f"{pool.name} at {pool.path}",
         free_mib=pool.free_mib(connection),
     )
@@ -80,6 +87,15 @@ def daemon(connection: Any, pool: Pool) -> Daemon:
 def _version(number: int) -> Version:
     """libvirt counts 9.0.1 as 9000001."""
     return number // 1_000_000, number // 1000 % 1000, number % 1000
+
+
+def _efi(connection: Any) -> bool | None:
+    try:
+        text = connection.getDomainCapabilities(None, "x86_64", "q35", None, 0)
+    except libvirt.libvirtError as error:
+        log.debug("domain capabilities: %s", error)
+        return None
+    return vms.offers_efi(text)
 
 
 def own_boot_id() -> str:
