@@ -129,24 +129,11 @@ def inspect_real(inventory: Inventory, seen: Seen) -> Inspection:
     """A real host. ``inventory`` is parsed from the same answer as ``seen.rest``."""
     by_address = {str(each["address"]): each for each in seen.rest["functions"]}
     members = {gpu.address: [by_address[each] for each in gpu.functions] for gpu in inventory.gpus}
-    cores = {node.id: node.cores for node in inventory.nodes}
-    nodes = tuple(
-        NodeFacts(
-            id=int(entry["id"]),
-            cores=len(entry["cores"]),
-            cpus=sum(map(len, cores[int(entry["id"])])),
-            memory_mib=int(entry["memory_kib"]) // 1024,
-            free_mib=int(entry["free_kib"]) // 1024,
-            hugepages=tuple(
-                (int(kib), int(pool["total"]), int(pool["free"]))
-                for kib, pool in sorted(entry["hugepages"].items(), key=lambda pair: int(pair[0]))
-            ),
-        )
-        for entry in seen.rest["nodes"]
-    )
+    nodes = tuple(map(_node_facts, seen.rest["nodes"]))
     gpus = tuple(_gpu_facts(by_address[gpu.address]) for gpu in inventory.gpus)
     found = (
         *_iommu(seen),
+        *_vfio(seen),
         *_kvm(seen, "error"),
         *_versions(seen),
         *_uefi(inventory, seen),
@@ -161,6 +148,39 @@ def inspect_real(inventory: Inventory, seen: Seen) -> Inspection:
         *_window(inventory),
     )
     return Inspection(inventory, nodes, gpus, _lines(seen), found)
+
+
+def inspect_without_shell(inventory: Inventory, seen: Seen, why: Finding) -> Inspection:
+    """A real host of which only libvirt tells (``nodedev.py``). ``why`` says what keeps its shell
+    from being used; checks of what libvirt does not know are left out."""
+    by_address = {str(each["address"]): each for each in seen.rest["functions"]}
+    nodes = tuple(map(_node_facts, seen.rest["nodes"]))
+    gpus = tuple(_gpu_facts(by_address[gpu.address]) for gpu in inventory.gpus)
+    found = (
+        why,
+        *_iommu(seen),
+        *_kvm(seen, "error"),
+        *_versions(seen),
+        *_room(seen),
+        *_unread(seen),
+        *(each for gpu in gpus for each in _links(gpu)),
+    )
+    return Inspection(inventory, nodes, gpus, _lines(seen), found)
+
+
+def _node_facts(entry: Mapping[str, Any]) -> NodeFacts:
+    free_kib = entry["free_kib"]
+    return NodeFacts(
+        id=int(entry["id"]),
+        cores=len(entry["cores"]),
+        cpus=sum(map(len, entry["cores"])),
+        memory_mib=int(entry["memory_kib"]) // 1024,
+        free_mib=None if free_kib is None else int(free_kib) // 1024,
+        hugepages=tuple(
+            (int(kib), int(pool["total"]), int(pool["free"]))
+            for kib, pool in sorted(entry["hugepages"].items(), key=lambda pair: int(pair[0]))
+        ),
+    )
 
 
 def _gpu_facts(function: Mapping[str, Any]) -> GpuFacts:
@@ -209,13 +229,17 @@ def _version(parts: Sequence[int]) -> str:
 
 
 def _iommu(seen: Seen) -> Iterator[Finding]:
-    if all(int(each["group"]) < 0 for each in seen.rest["functions"]):
+    functions = seen.rest["functions"]
+    if functions and all(int(each["group"]) < 0 for each in functions):
         word = "amd_iommu=on" if "AMD" in str(seen.machine["cpu"]["vendor"]) else "intel_iommu=on"
         yield Finding(
             "error",
             "The IOMMU is off: no device can be passed to a guest.",
             f"Switch it on in the firmware (VT-d, AMD-Vi) and boot with '{word} iommu=pt'.",
         )
+
+
+def _vfio(seen: Seen) -> Iterator[Finding]:
     if not seen.machine["vfio"]:
         yield Finding(
             "error",
@@ -225,7 +249,7 @@ def _iommu(seen: Seen) -> Iterator[Finding]:
 
 
 def _kvm(seen: Seen, level: str) -> Iterator[Finding]:
-    if seen.kvm and seen.machine["kvm"]:
+    if seen.kvm and seen.machine.get("kvm", True):
         return
     remedy = "Switch virtualization on in the firmware (VT-x, SVM) and load kvm_intel or kvm_amd."
     if seen.machine["cpu"]["guest"]:
@@ -368,6 +392,12 @@ def _unread(seen: Seen) -> Iterator[Finding]:
             "warning",
             f"The PCI device {address} could not be read and is left out: {why}.",
             "dmesg on the host may tell what is wrong with it.",
+        )
+    for node, why in sorted(seen.rest.get("unread_nodes", {}).items()):
+        yield Finding(
+            "warning",
+            f"What is free of node {node}'s memory could not be read: {why}.",
+            "Look at libvirt's log on the host.",
         )
 
 

@@ -12,15 +12,19 @@ from typing import Any
 import libvirt
 
 from gpuspawner.host import guests as vms
+from gpuspawner.host.api import HostError
 from gpuspawner.host.inspection import (
     Daemon,
+    Finding,
     Inspection,
     Seen,
     Version,
     inspect_declared,
     inspect_real,
+    inspect_without_shell,
 )
-from gpuspawner.host.inventory import HostRules, parse_inventory
+from gpuspawner.host.inventory import HostRules, kept_back, parse_inventory
+from gpuspawner.host.nodedev import UNKNOWN, Heard, parse_hardware
 from gpuspawner.host.volumes import Pool
 from gpuspawner.pool.topology import Inventory
 
@@ -41,6 +45,37 @@ async def survey_real(
     answer = await probe("inventory")
     held = vms.held_mib(each for each in await listing() if each.guest.uuid in before)
     return parse_inventory(name, answer, rules, held), answer
+
+
+async def survey_by_libvirt(
+    name: str, listen: Callable[[], Awaitable[Heard]], rules: HostRules
+) -> tuple[Inventory, dict[str, Any]]:
+    """As ``survey_real``, of a host whose shell cannot be used: nothing of it is given out."""
+    try:
+        answer = parse_hardware(await listen())
+    except ValueError as error:
+        raise HostError(f"Host {name}: {error}.", "Look at libvirt's log there.") from error
+    return kept_back(parse_inventory(name, answer, rules)), answer
+
+
+def inspect_by_libvirt(
+    inventory: Inventory,
+    answer: Mapping[str, Any],
+    said: Daemon,
+    why: HostError,
+    *,
+    rules: HostRules,
+    kvm: bool,
+) -> Inspection:
+    """As ``inspect``, from what ``survey_by_libvirt`` gave. ``why`` is what the shell answered."""
+    finding = Finding(
+        "error",
+        f"{why.args[0]} Only libvirt was asked, and nothing of the host is given out. Not known: "
+        f"{UNKNOWN}.",
+        why.remedy,
+    )
+    seen = Seen(machine=answer["machine"], rules=rules, daemon=said, kvm=kvm, rest=answer)
+    return inspect_without_shell(inventory, seen, finding)
 
 
 async def inspect(

@@ -70,6 +70,15 @@ async def test_a_gpu_that_is_gone_keeps_its_row(ledger: Ledger, state: GpuState)
     assert record.state is (state if state in held else GpuState.LOST)
 
 
+async def test_a_survey_without_a_boot_id_is_no_reboot(ledger: Ledger) -> None:
+    """A host without a shell cannot tell. With one it comes out, however long that takes."""
+    await bring(ledger, GpuState.UNASSIGNED)
+    assert (await after(ledger, replace(INVENTORY, boot_id=""))).state is GpuState.UNASSIGNED
+    assert (await after(ledger, INVENTORY)).state is GpuState.UNASSIGNED
+    await after(ledger, replace(INVENTORY, boot_id=""))
+    assert (await after(ledger, replace(INVENTORY, boot_id="other"))).state is GpuState.USED
+
+
 async def test_a_gpu_that_comes_back_waits_for_an_admin(ledger: Ledger) -> None:
     await bring(ledger, GpuState.UNASSIGNED)
     await after(ledger, replace(INVENTORY, gpus=()))
