@@ -118,8 +118,7 @@ class LibvirtHost:
             self.accel = await self._known_or_tried()
 
     async def _known_or_tried(self) -> str:
-        if self._shell is None and self._emulated is None:
-            # It takes no guests, so none is booted to find out.
+        if self._shows_only:  # no guest is booted to find out
             return "kvm" if self._capabilities.kvm else "tcg"
         boot_id, known = self._known_accel
         if boot_id == await self._boot_id():
@@ -145,13 +144,21 @@ class LibvirtHost:
         """False after three failures in a row, until a reconnect in the background succeeds."""
         return self._connection.reachable
 
+    @property
+    def _shows_only(self) -> bool:
+        """A real host without a shell takes no guests."""
+        return self._shell is None and self._emulated is None
+
     async def block(self, networks: frozenset[str]) -> None:
         """Networks and addresses that guests must not reach, beside the host's own."""
         self._blocked = networks
 
     async def _close_network(self) -> None:
         """Put network and filter right. The host's addresses come and go (a VPN, a container
-        engine), and so do other hosts: what guests must not reach is looked up anew each time."""
+        engine), and so do other hosts: what guests must not reach is looked up anew each time.
+        Where that cannot be done no guest is started, and a filter that is there stays as it is."""
+        if self._shows_only:
+            return
         closed = (*self._network.blocked, *sorted(self._blocked), *await self._own_addresses())
         if closed != self._closed:
             network = replace(self._network, blocked=closed)
@@ -170,7 +177,7 @@ class LibvirtHost:
         if self._emulated is not None:
             self._inventory = self._emulated.inventory(self.name, await self._boot_id())
             return self._inventory, {}
-        if self._shell is None:
+        if self._shows_only:
             self._inventory, answer = await self._look_by_libvirt()
             return self._inventory, answer
         self._inventory, answer = await surveying.survey_real(
