@@ -9,6 +9,7 @@ from __future__ import annotations
 import ipaddress
 from datetime import datetime
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import (
     BaseModel,
@@ -268,6 +269,14 @@ class Host(Reply):
     images: list[str] = Field(default_factory=list)
 
 
+def _here(uri: str) -> bool:
+    """Whether a libvirt URI names the machine that it is used on."""
+    try:
+        return urlsplit(uri).hostname in (None, "localhost", "127.0.0.1", "::1")
+    except ValueError:  # libvirt says better what is wrong with it
+        return True
+
+
 class AddHost(Strict):
     """``POST /hosts``: a host joins the pool. ``emulated`` is the text of the YAML file that
     declares an emulated host; without it the host's own hardware is surveyed, as ``hardware``
@@ -275,10 +284,11 @@ class AddHost(Strict):
 
     name: HostName
     uri: str = Field(default="qemu:///system", max_length=1024)
-    shell: list[str] = Field(
+    shell: list[str] | None = Field(
         default_factory=list,
         max_length=32,
-        description="How to run a command there: [] is this machine, else an ssh command line",
+        description="How to run a command there: [] is this machine, else an ssh command line; "
+        "null if there is no way, and then the host is shown and nothing of it is given out",
     )
     cidr: str = Field(
         default="10.201.0.0/24", pattern=r"^[0-9.]+/[0-9]+$", description="Guests' addresses"
@@ -297,6 +307,16 @@ class AddHost(Strict):
             )
         return self
 
+    @model_validator(mode="after")
+    def _shell_is_the_hosts(self) -> AddHost:
+        """Or the allocator's own hardware would be taken for that host's."""
+        if self.emulated is None and self.shell == [] and not _here(self.uri):
+            raise ValueError(
+                f"{self.uri} is another machine: shell must be a command that reaches it, such as "
+                "'ssh -o BatchMode=yes root@HOST', or none if there is no way"
+            )
+        return self
+
     @field_validator("cidr")
     @classmethod
     def _is_a_range(cls, value: str) -> str:
@@ -311,7 +331,7 @@ class AddHost(Strict):
     @field_validator("uri", "shell")
     @classmethod
     def _can_be_passed_on(cls, value: Any) -> Any:
-        if any("\0" in word for word in ([value] if isinstance(value, str) else value)):
+        if any("\0" in word for word in ([value] if isinstance(value, str) else value or ())):
             raise ValueError("holds a NUL character")
         return value
 

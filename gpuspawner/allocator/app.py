@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import ipaddress
 import logging
 import signal
@@ -325,6 +326,8 @@ class Allocator(Application):
 
 def main() -> None:
     """Entry point of ``gpuspawner-allocator``."""
+    # libvirt's client is C: what kills the process there leaves the stack of each thread behind.
+    faulthandler.enable()
     app = Allocator.instance()
     try:
         app.initialize(sys.argv[1:])

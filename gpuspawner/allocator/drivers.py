@@ -55,7 +55,7 @@ def libvirt_host(name: str, host: dict[str, Any], settings: DriverSettings) -> G
         name,
         instance=settings.instance,
         uri=host["uri"],
-        shell=tuple(host["shell"]),
+        shell=host["shell"],
         cidr=host["cidr"],
         network=host["network"],
         bridge=host["bridge"],

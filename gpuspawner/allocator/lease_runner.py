@@ -19,7 +19,7 @@ from gpuspawner.allocator.lease_start import (
     StopAsked,
     let_go_on,
 )
-from gpuspawner.host.api import HostError, HostTimeout, HostUnreachable
+from gpuspawner.host.api import HostError, HostFull, HostTimeout, HostUnreachable
 from gpuspawner.ledger import homes as home_ledger
 from gpuspawner.ledger import hosts as host_ledger
 from gpuspawner.ledger import leases as lease_ledger
@@ -162,11 +162,7 @@ class LeaseRunners:
             )
         except HostError as error:
             log.error("lease_host_error lease=%s error=%s", lease.id, error)
-            await self.end(
-                lease.id,
-                EndReason.HOST_ERROR,
-                f"Host {lease.host} could not start the virtual machine: {error}",
-            )
+            await self.end(lease.id, EndReason.HOST_ERROR, _why(lease.host, error))
         else:
             if await self.ctx.ledger.write(self._running, lease.id):
                 seconds = (now_ms() - lease.created_ms) / 1000
@@ -327,3 +323,13 @@ class LeaseRunners:
 
     def _ring(self, lease_id: str) -> None:
         self.ctx.signals.ring(f"lease:{lease_id}", f"events:{lease_id}")
+
+
+def _why(host: str | None, error: HostError) -> str:
+    """What a user reads of a host that refused. What an admin does about it is not for her."""
+    if isinstance(error, HostFull):
+        return (
+            f"The disk of host {host} is full, so your server could not start. Its administrators "
+            "have it in their log."
+        )
+    return f"Host {host} could not start the virtual machine: {error.args[0]}"

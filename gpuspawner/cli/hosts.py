@@ -61,7 +61,7 @@ def add(
         str,
         typer.Option(
             help="How to run a command there, e.g. 'ssh -o BatchMode=yes root@gpu1'. Empty: it is "
-            "this machine."
+            "this machine. 'none': there is no way; the host is shown, and nothing of it given out."
         ),
     ] = "",
     cidr: Annotated[str, typer.Option(help="Addresses for its guests.")] = "10.201.0.0/24",
@@ -102,7 +102,7 @@ def add(
         lambda: AddHost(
             name=name,
             uri=uri,
-            shell=shlex.split(shell),
+            shell=None if shell == "none" else shlex.split(shell),
             cidr=cidr,
             network=network,
             bridge=bridge,

@@ -13,6 +13,7 @@ import logging
 import secrets
 import time
 import uuid
+from collections.abc import Callable
 from typing import Protocol
 
 from gpuspawner.host.api import Channel, GuestSpec, HostError, Image
@@ -30,12 +31,29 @@ _MIN_MEMORY_MIB = 512
 class Prober(Protocol):
     """What the probe needs of a host."""
 
+    name: str
+
+    async def put_image(self, image: Image, progress: Callable[[int, int], None]) -> None: ...
     async def make_disks(self, spec: GuestSpec) -> None: ...
     async def create(self, spec: GuestSpec) -> None: ...
     async def open_channel(self, uuid: str, port: str) -> Channel: ...
     async def destroy(self, uuid: str) -> None: ...
     async def drop_disks(self, uuid: str) -> None: ...
     async def drop_console(self, uuid: str) -> None: ...
+
+
+async def find(host: Prober, inventory: Inventory, image: Image | None, *, kvm: bool) -> str:
+    """How guests run on the host: ``kvm`` or ``tcg``. ``image`` is the service VM's, and ``kvm``
+    whether libvirt offers it."""
+    if not kvm or image is None:
+        why = "libvirt offers none" if not kvm else "nothing to boot"
+        log.info("host %s: no KVM (%s), guests run under TCG", host.name, why)
+        return "tcg"
+    await host.put_image(image, lambda _done, _total: None)
+    why = await says_hello(host, probe_spec(image, inventory))
+    if why:
+        log.warning("host %s: KVM does not work (%s), guests run under TCG", host.name, why)
+    return "tcg" if why else "kvm"
 
 
 def probe_spec(image: Image, inventory: Inventory) -> GuestSpec:

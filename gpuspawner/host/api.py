@@ -37,6 +37,10 @@ class HostUnreachable(HostError):
     """The host does not answer at all."""
 
 
+class HostFull(HostError):
+    """The host's disk has no room for what was to be written."""
+
+
 @dataclass(frozen=True, slots=True)
 class ImageFile:
     """One file of an image as it lies on the allocator's side."""

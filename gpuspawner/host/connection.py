@@ -26,7 +26,7 @@ from typing import Any, Generic, TypeVar
 
 import libvirt
 
-from gpuspawner.host.api import HostError, HostTimeout, HostUnreachable
+from gpuspawner.host.api import HostError, HostFull, HostTimeout, HostUnreachable
 
 log = logging.getLogger(__name__)
 
@@ -423,10 +423,12 @@ _REMEDIES = {
 }
 
 
+NO_SPACE = "No space left on device"
+
 # libvirt has one code for most of what QEMU and the system say.
 _REMEDIES_BY_TEXT = (
     (
-        "No space left on device",
+        NO_SPACE,
         "Free some space on the disk of the host's storage pool, or make it larger.",
     ),
     (
@@ -453,7 +455,8 @@ def explain(host: str, what: str, error: Any) -> HostError:
     remedy = next((remedy for part, remedy in _REMEDIES_BY_TEXT if part in text), remedy)
     if not remedy:
         remedy = f"Look at libvirt's log on {host}."
-    return HostError(f"Host {host}: {what} failed: {error}.", remedy)
+    kind = HostFull if NO_SPACE in text else HostError
+    return kind(f"Host {host}: {what} failed: {error}.", remedy)
 
 
 def _connect_remedy(uri: str) -> str:

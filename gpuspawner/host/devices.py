@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gpuspawner.host.api import GuestSpec, Nic
+from gpuspawner.host.problems import asked_window_mib
 from gpuspawner.pool.topology import Gpu
 
 QEMU_URI = "http://libvirt.org/schemas/domain/qemu/1.0"
@@ -19,7 +20,6 @@ _FIRST_PORT_INDEX = 8
 _FIRST_PORT_SLOT = 0x10
 _LAST_PORT_SLOT = 0x1D  # 0x1f is the chipset's
 _PORTS_PER_EXPANDER = 16
-_OWN_WINDOW_MIB = 32 * 1024
 _EDU_DMA_MASK = 0xFFFFFFFF  # edu's own default, 28 bits, misses the memory of larger guests
 _FAULTY_DMA_MASK = 0xFFFF  # a stray write then hits low memory that nothing uses
 
@@ -213,10 +213,8 @@ def gpu_ports_and_devices(spec: GuestSpec) -> Iterator[ET.Element]:
 
 
 def large_window_mib(spec: GuestSpec) -> int:
-    """The window for 64-bit BARs to ask for, in MiB, a power of two; 0 where QEMU's own 32 GiB
-    hold the GPUs' BARs twice, as they may have to for alignment."""
-    needed = 2 * sum(gpu.mmio_mib for gpu in real(spec))
-    return 1 << (needed - 1).bit_length() if needed > _OWN_WINDOW_MIB else 0
+    """The window for 64-bit BARs that this guest's GPUs need, as ``asked_window_mib``."""
+    return asked_window_mib(sum(gpu.mmio_mib for gpu in real(spec)))
 
 
 def firmware_window(mib: int) -> ET.Element:

@@ -243,13 +243,17 @@ def parse_capabilities(text: str) -> Capabilities:
     )
 
 
+def offers_efi(text: str) -> bool | None:
+    """Whether guests can boot with UEFI, from ``virConnectGetDomainCapabilities``: libvirt looks
+    for a firmware as ``<os firmware='efi'>`` will. ``None`` if it does not say."""
+    firmware = ET.fromstring(text).find("./os/enum[@name='firmware']")
+    if firmware is None:
+        return None
+    return "efi" in {value.text for value in firmware.iterfind("value")}
+
+
 def look(connection: Any) -> tuple[Capabilities, tuple[int, ...]]:
     """Capabilities, and the CPUs that are online."""
     present = connection.getCPUMap(0)[1]
     cpus = tuple(number for number, online in enumerate(present) if online)
     return parse_capabilities(connection.getCapabilities()), cpus
-
-
-def versions(connection: Any) -> tuple[int, int]:
-    """Of libvirt and of QEMU, as libvirt counts them."""
-    return connection.getLibVersion(), connection.getVersion()

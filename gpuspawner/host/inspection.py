@@ -10,14 +10,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gpuspawner.host.inventory import HostRules
-from gpuspawner.host.problems import mmio_mib, size
+from gpuspawner.host.problems import asked_window_mib, mmio_mib, size
 from gpuspawner.pool.topology import Gpu, Inventory
 
 Link = tuple[float, int]  # GT/s and lanes; (0.0, 0) if it has none
+Version = tuple[int, int, int]
 
 LIBVIRT = (8, 7, 0)  # the guest's physical address bits (maxphysaddr)
 QEMU = (6, 2, 0)  # devices described in JSON
 _CLOCK_S = 5.0
+_ROOM_MIB = 1024  # an overlay or an image that is being copied takes this much in a minute
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +71,28 @@ class Inspection:
 
 
 @dataclass(frozen=True, slots=True)
+class Daemon:
+    """What libvirt says: its version and QEMU's, whether it has UEFI for guests (``efi``), and the
+    room on the disk of the storage pool at ``place``. ``None``: it is not known."""
+
+    libvirt: Version = (0, 0, 0)
+    qemu: Version = (0, 0, 0)
+    efi: bool | None = None
+    place: str = ""
+    free_mib: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Seen:
     """What the host's parts said. ``machine`` and ``rest`` are the probe's answers ``machine`` and
-    ``inventory``, the latter empty for an emulated host; ``libvirt`` and ``qemu`` are versions;
-    ``off_s`` is how far the host's clock is ahead of ours."""
+    ``inventory``, the latter empty for an emulated host; ``firmware`` is what guests boot with
+    unless their GPUs need another; ``off_s`` is how far the host's clock is ahead of ours."""
 
     machine: Mapping[str, Any]
     rules: HostRules = field(default_factory=HostRules)
-    libvirt: tuple[int, int, int] = (0, 0, 0)
-    qemu: tuple[int, int, int] = (0, 0, 0)
+    daemon: Daemon = field(default_factory=Daemon)
     kvm: bool = True
+    firmware: str = "bios"
     off_s: float = 0.0
     rest: Mapping[str, Any] = field(default_factory=dict)
 
@@ -100,7 +114,14 @@ def inspect_declared(inventory: Inventory, seen: Seen | None = None) -> Inspecti
     )
     if seen is None:
         return Inspection(inventory, nodes, gpus)
-    found = (*_kvm(seen, "info"), *_versions(seen), *_bridge(seen, "warning"), *_clock(seen))
+    found = (
+        *_kvm(seen, "info"),
+        *_versions(seen),
+        *_uefi(inventory, seen),
+        *_bridge(seen, "warning"),
+        *_clock(seen),
+        *_room(seen),
+    )
     return Inspection(inventory, nodes, gpus, _lines(seen), found)
 
 
@@ -108,36 +129,58 @@ def inspect_real(inventory: Inventory, seen: Seen) -> Inspection:
     """A real host. ``inventory`` is parsed from the same answer as ``seen.rest``."""
     by_address = {str(each["address"]): each for each in seen.rest["functions"]}
     members = {gpu.address: [by_address[each] for each in gpu.functions] for gpu in inventory.gpus}
-    cores = {node.id: node.cores for node in inventory.nodes}
-    nodes = tuple(
-        NodeFacts(
-            id=int(entry["id"]),
-            cores=len(entry["cores"]),
-            cpus=sum(map(len, cores[int(entry["id"])])),
-            memory_mib=int(entry["memory_kib"]) // 1024,
-            free_mib=int(entry["free_kib"]) // 1024,
-            hugepages=tuple(
-                (int(kib), int(pool["total"]), int(pool["free"]))
-                for kib, pool in sorted(entry["hugepages"].items(), key=lambda pair: int(pair[0]))
-            ),
-        )
-        for entry in seen.rest["nodes"]
-    )
+    nodes = tuple(map(_node_facts, seen.rest["nodes"]))
     gpus = tuple(_gpu_facts(by_address[gpu.address]) for gpu in inventory.gpus)
     found = (
         *_iommu(seen),
+        *_vfio(seen),
         *_kvm(seen, "error"),
         *_versions(seen),
+        *_uefi(inventory, seen),
         *_bridge(seen, "error"),
         *_memory(inventory, seen),
         *_pages(inventory, nodes, seen),
         *_clock(seen),
+        *_room(seen),
         *_unread(seen),
         *(each for gpu in gpus for each in _links(gpu)),
         *(each for gpu in inventory.gpus for each in _power_and_reset(gpu, members[gpu.address])),
         *_window(inventory),
     )
     return Inspection(inventory, nodes, gpus, _lines(seen), found)
+
+
+def inspect_without_shell(inventory: Inventory, seen: Seen, why: Finding) -> Inspection:
+    """A real host of which only libvirt tells (``nodedev.py``). ``why`` says what keeps its shell
+    from being used; checks of what libvirt does not know are left out."""
+    by_address = {str(each["address"]): each for each in seen.rest["functions"]}
+    nodes = tuple(map(_node_facts, seen.rest["nodes"]))
+    gpus = tuple(_gpu_facts(by_address[gpu.address]) for gpu in inventory.gpus)
+    found = (
+        why,
+        *_iommu(seen),
+        *_kvm(seen, "error"),
+        *_versions(seen),
+        *_room(seen),
+        *_unread(seen),
+        *(each for gpu in gpus for each in _links(gpu)),
+    )
+    return Inspection(inventory, nodes, gpus, _lines(seen), found)
+
+
+def _node_facts(entry: Mapping[str, Any]) -> NodeFacts:
+    free_kib = entry["free_kib"]
+    return NodeFacts(
+        id=int(entry["id"]),
+        cores=len(entry["cores"]),
+        cpus=sum(map(len, entry["cores"])),
+        memory_mib=int(entry["memory_kib"]) // 1024,
+        free_mib=None if free_kib is None else int(free_kib) // 1024,
+        hugepages=tuple(
+            (int(kib), int(pool["total"]), int(pool["free"]))
+            for kib, pool in sorted(entry["hugepages"].items(), key=lambda pair: int(pair[0]))
+        ),
+    )
 
 
 def _gpu_facts(function: Mapping[str, Any]) -> GpuFacts:
@@ -166,8 +209,8 @@ def _lines(seen: Seen) -> tuple[tuple[str, str], ...]:
         ("kernel", str(seen.machine["kernel"])),
         ("boot id", str(seen.machine["boot_id"])),
         ("IOMMU", _iommu_kind(seen.machine)),
-        ("libvirt", _version(seen.libvirt)),
-        ("QEMU", _version(seen.qemu)),
+        ("libvirt", _version(seen.daemon.libvirt)),
+        ("QEMU", _version(seen.daemon.qemu)),
     )
     return tuple((what, value) for what, value in lines if value)
 
@@ -186,13 +229,17 @@ def _version(parts: Sequence[int]) -> str:
 
 
 def _iommu(seen: Seen) -> Iterator[Finding]:
-    if all(int(each["group"]) < 0 for each in seen.rest["functions"]):
+    functions = seen.rest["functions"]
+    if functions and all(int(each["group"]) < 0 for each in functions):
         word = "amd_iommu=on" if "AMD" in str(seen.machine["cpu"]["vendor"]) else "intel_iommu=on"
         yield Finding(
             "error",
             "The IOMMU is off: no device can be passed to a guest.",
             f"Switch it on in the firmware (VT-d, AMD-Vi) and boot with '{word} iommu=pt'.",
         )
+
+
+def _vfio(seen: Seen) -> Iterator[Finding]:
     if not seen.machine["vfio"]:
         yield Finding(
             "error",
@@ -202,7 +249,7 @@ def _iommu(seen: Seen) -> Iterator[Finding]:
 
 
 def _kvm(seen: Seen, level: str) -> Iterator[Finding]:
-    if seen.kvm and seen.machine["kvm"]:
+    if seen.kvm and seen.machine.get("kvm", True):
         return
     remedy = "Switch virtualization on in the firmware (VT-x, SVM) and load kvm_intel or kvm_amd."
     if seen.machine["cpu"]["guest"]:
@@ -214,13 +261,33 @@ def _kvm(seen: Seen, level: str) -> Iterator[Finding]:
 
 
 def _versions(seen: Seen) -> Iterator[Finding]:
-    for name, have, need in (("libvirt", seen.libvirt, LIBVIRT), ("QEMU", seen.qemu, QEMU)):
+    daemon = seen.daemon
+    for name, have, need in (("libvirt", daemon.libvirt, LIBVIRT), ("QEMU", daemon.qemu, QEMU)):
         if any(have) and have < need:
             yield Finding(
                 "error",
                 f"{name} {_version(have)} is too old: {_version(need)} or later is needed.",
                 "Take a newer release of the distribution; Debian 12 has what is needed.",
             )
+
+
+def _uefi(inventory: Inventory, seen: Seen) -> Iterator[Finding]:
+    if seen.daemon.efi is not False:
+        return
+    sizes = [gpu.mmio_mib for gpu in inventory.gpus]
+    if seen.firmware == "efi" or any(map(asked_window_mib, sizes)):
+        level, who = "error", "guests boot with it here, and none starts"
+        if seen.firmware != "efi":
+            who = "GPUs with BARs as large as here need it, and no server with one starts"
+    elif asked_window_mib(sum(sizes)):
+        level, who = "warning", "a server with all of the host's GPUs needs it and does not start"
+    else:
+        return
+    yield Finding(
+        level,
+        f"UEFI for guests (OVMF) is not installed: {who}.",
+        "apt install ovmf (edk2-ovmf elsewhere); libvirt finds it in /usr/share/qemu/firmware.",
+    )
 
 
 def _bridge(seen: Seen, level: str) -> Iterator[Finding]:
@@ -308,12 +375,29 @@ def _clock(seen: Seen) -> Iterator[Finding]:
         )
 
 
+def _room(seen: Seen) -> Iterator[Finding]:
+    free_mib = seen.daemon.free_mib
+    if free_mib is not None and free_mib < _ROOM_MIB:
+        yield Finding(
+            "error",
+            f"The disk of the storage pool {seen.daemon.place} is full ({size(free_mib)} are "
+            "free): servers do not start, and those that write stand still.",
+            "Free some space on that disk, or delete homes and images that nobody needs.",
+        )
+
+
 def _unread(seen: Seen) -> Iterator[Finding]:
     for address, why in sorted(seen.rest.get("unread", {}).items()):
         yield Finding(
             "warning",
             f"The PCI device {address} could not be read and is left out: {why}.",
             "dmesg on the host may tell what is wrong with it.",
+        )
+    for node, why in sorted(seen.rest.get("unread_nodes", {}).items()):
+        yield Finding(
+            "warning",
+            f"What is free of node {node}'s memory could not be read: {why}.",
+            "Look at libvirt's log on the host.",
         )
 
 

@@ -7,7 +7,7 @@ an admin does about it; it is never dropped or silently moved to another node.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gpuspawner.host.problems import mmio_mib, mmio_window_mib, problems
@@ -16,6 +16,7 @@ from gpuspawner.pool.verdict import Witness
 
 _BRIDGE_CLASS = "06"
 _KINDS = {"10de": "nvidia", "1002": "amd", "8086": "intel"}
+_NO_SHELL = "It is not given out, as its host has no shell. Give the host one."
 _PAGES_KIB = {"off": 0, "2M": 2048, "1G": 1048576}
 
 
@@ -96,6 +97,17 @@ def parse_inventory(
         system_cores=system,
         hugepages_kib=pages_kib,
         mmio_window_mib=window_mib,
+    )
+
+
+def kept_back(inventory: Inventory) -> Inventory:
+    """The inventory of a host without a shell: it is shown, and nothing of it is given out. No
+    one could see whether a GPU is well, free and reset, nor which addresses of the host guests
+    must not reach."""
+    return replace(
+        inventory,
+        nodes=tuple(replace(node, reserve_mib=node.memory_mib) for node in inventory.nodes),
+        gpus=tuple(replace(gpu, problems=(*gpu.problems, _NO_SHELL)) for gpu in inventory.gpus),
     )
 
 

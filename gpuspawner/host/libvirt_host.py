@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from gpuspawner.host import accel as accel_probe
 from gpuspawner.host import guests as vms
-from gpuspawner.host import recovery, surveying, volumes
+from gpuspawner.host import nodedev, recovery, surveying, volumes
 from gpuspawner.host.api import Channel, Guest, GuestSpec, HostError, Image, Rung
 from gpuspawner.host.channel import StreamChannel
 from gpuspawner.host.connection import THREADS, Connection
@@ -40,7 +40,8 @@ class LibvirtHost:
     """One GPU host.
 
     ``shell`` is the command that reaches its shell (``("ssh", "root@gpu1")``), empty for this
-    machine, ``None`` if there is none: such a host lists its VMs but gives out no GPU. ``cidr`` is
+    machine, ``None`` if there is none: such a host shows what libvirt knows of it (``nodedev.py``)
+    and gives out nothing. ``cidr`` is
     the guests' range. ``network`` is ``nat`` or ``bridge``, the latter with ``bridge`` naming one.
     ``accel`` is ``kvm``, ``tcg`` or ``auto``, which boots ``service_image`` under KVM to find out;
     after ``open`` the attribute ``accel`` says which it is. ``known_accel`` is the host's boot id
@@ -116,8 +117,18 @@ class LibvirtHost:
                 await self._make_gpu(gpu)
         await self.survey()
         if self.accel == "auto":
-            boot_id, known = self._known_accel
-            self.accel = known if boot_id == await self._boot_id() else await self._find_accel()
+            self.accel = await self._known_or_tried()
+
+    async def _known_or_tried(self) -> str:
+        if self._shows_only:  # no guest is booted to find out
+            return "kvm" if self._capabilities.kvm else "tcg"
+        boot_id, known = self._known_accel
+        if boot_id == await self._boot_id():
+            return known
+        assert self._inventory is not None
+        return await accel_probe.find(
+            self, self._inventory, self._service_image, kvm=self._capabilities.kvm
+        )
 
     async def close(self) -> None:
         """Let go of connections and threads; guests go on."""
@@ -135,13 +146,21 @@ class LibvirtHost:
         """False after three failures in a row, until a reconnect in the background succeeds."""
         return self._connection.reachable
 
+    @property
+    def _shows_only(self) -> bool:
+        """A real host without a shell takes no guests."""
+        return self._shell is None and self._emulated is None
+
     async def block(self, networks: frozenset[str]) -> None:
         """Networks and addresses that guests must not reach, beside the host's own."""
         self._blocked = networks
 
     async def _close_network(self) -> None:
         """Put network and filter right. The host's addresses come and go (a VPN, a container
-        engine), and so do other hosts: what guests must not reach is looked up anew each time."""
+        engine), and so do other hosts: what guests must not reach is looked up anew each time.
+        Where that cannot be done no guest is started, and a filter that is there stays as it is."""
+        if self._shows_only:
+            return
         closed = (*self._network.blocked, *sorted(self._blocked), *await self._own_addresses())
         if closed != self._closed:
             network = replace(self._network, blocked=closed)
@@ -160,6 +179,9 @@ class LibvirtHost:
         if self._emulated is not None:
             self._inventory = self._emulated.inventory(self.name, await self._boot_id())
             return self._inventory, {}
+        if self._shows_only:
+            self._inventory, answer = await self._look_by_libvirt()
+            return self._inventory, answer
         self._inventory, answer = await surveying.survey_real(
             self.name, self._probe, self._listed, self._rules
         )
@@ -167,6 +189,18 @@ class LibvirtHost:
 
     async def inspect(self) -> Inspection:
         """The host as it is now, and what there is to put right on it."""
+        said = await self._call(
+            lambda connection: surveying.daemon(connection, self._pool),
+            "asking for its versions and the room in its pool",
+        )
+        if self._emulated is None:
+            try:
+                await self._probe("boot")
+            except HostError as error:
+                inventory, answer = await self._look_by_libvirt()
+                return surveying.inspect_by_libvirt(
+                    inventory, answer, said, error, rules=self._rules, kvm=self._capabilities.kvm
+                )
         inventory, answer = await self._look_at_hardware()
         if self._shell is None:
             return inspect_declared(inventory)
@@ -174,9 +208,17 @@ class LibvirtHost:
             inventory,
             answer,
             self._probe,
-            lambda: self._call(vms.versions, "asking for its version"),
+            said,
             rules=self._rules,
             kvm=self._capabilities.kvm,
+            firmware=self._firmware,
+        )
+
+    async def _look_by_libvirt(self) -> tuple[Inventory, dict[str, Any]]:
+        return await surveying.survey_by_libvirt(
+            self.name,
+            lambda: self._call(nodedev.listen, "asking for its hardware", deadline_s=60),
+            self._rules,
         )
 
     async def gateway(self) -> str:
@@ -404,7 +446,8 @@ class LibvirtHost:
         if self._shell is None:
             raise HostError(
                 f"Host {self.name} has no shell, so its GPUs cannot be looked at.",
-                "Give it one (an ssh command) in its configuration.",
+                "Add it again with '--shell' and a command that reaches one, such as "
+                "'ssh -o BatchMode=yes root@HOST'; python3 must be there.",
             )
         return await self._shell.probe(verb, *arguments, deadline_s=deadline_s)
 
@@ -507,17 +550,3 @@ class LibvirtHost:
                 await self.destroy(each.guest.uuid)
                 await self.drop_disks(each.guest.uuid)
                 await self.drop_console(each.guest.uuid)
-
-    async def _find_accel(self) -> str:
-        if not self._capabilities.kvm or self._service_image is None:
-            why = "libvirt offers none" if not self._capabilities.kvm else "nothing to boot"
-            log.info("host %s: no KVM (%s), guests run under TCG", self.name, why)
-            return "tcg"
-        assert self._inventory is not None
-        await self.put_image(self._service_image, lambda _done, _total: None)
-        why = await accel_probe.says_hello(
-            self, accel_probe.probe_spec(self._service_image, self._inventory)
-        )
-        if why:
-            log.warning("host %s: KVM does not work (%s), guests run under TCG", self.name, why)
-        return "tcg" if why else "kvm"

@@ -17,6 +17,7 @@ _GIB_MIB = 1024
 _WINDOW_SHIFT = 3
 _OVMF_BITS = 46
 _OVMF_BITS_SMALL = 40
+_OWN_WINDOW_MIB = 32 * 1024  # QEMU's, for q35
 
 
 def mmio_window_mib(cpu: Mapping[str, Any]) -> int:
@@ -33,6 +34,14 @@ def mmio_mib(members: Sequence[Mapping[str, Any]]) -> int:
     aligned to its size, which is a power of two."""
     total = sum(int(bar["bytes"]) for each in members for bar in each.get("bars", ()))
     return -(-total // (1 << 20))
+
+
+def asked_window_mib(needed_mib: int) -> int:
+    """The window for 64-bit BARs to ask QEMU and OVMF for, in MiB, a power of two; 0 where QEMU's
+    own 32 GiB hold BARs of this size twice, as they may have to for alignment. A guest with such
+    a window boots with UEFI."""
+    twice = 2 * needed_mib
+    return 1 << (twice - 1).bit_length() if twice > _OWN_WINDOW_MIB else 0
 
 
 def problems(

@@ -20,7 +20,8 @@ from typing import Any
 
 import libvirt
 
-from gpuspawner.host.api import HostError, Image, ImageFile
+from gpuspawner.host.api import HostError, HostFull, Image, ImageFile
+from gpuspawner.host.connection import NO_SPACE
 from gpuspawner.host.devices import el
 
 log = logging.getLogger(__name__)
@@ -283,7 +284,7 @@ class Pool:
         return connection.storagePoolLookupByName(self.name)
 
     def _full(self, connection: Any, error: Any, name: str) -> Exception:
-        if "No space left on device" not in str(error):
+        if NO_SPACE not in str(error):
             refusal: Exception = error
             return refusal
         return self._no_room(connection, name)
@@ -297,9 +298,9 @@ class Pool:
             "Look at libvirt's log there and at the disk's health.",
         )
 
-    def _no_room(self, connection: Any, name: str) -> HostError:
+    def _no_room(self, connection: Any, name: str) -> HostFull:
         self.refresh(connection)
-        return HostError(
+        return HostFull(
             f"There is no room for the volume {name} in pool {self.name} at {self.path}: "
             f"{self.free_mib(connection)} MiB are free.",
             "Free some space on that disk, or delete homes and images that nobody needs.",

@@ -77,14 +77,16 @@ def record_survey(tx: Connection, inventory: Inventory, now_ms: int) -> bool:
     One that was free is ``used`` then: its diagnosis tries to bring it back, or finds it ``lost``.
     One that comes back by itself stays lost until an admin has it retested. After a reboot
     everything that was proved about a free GPU is old news, and so it is when other devices are in
-    its slot: it must be diagnosed again.
+    its slot: it must be diagnosed again. A host without a shell cannot tell whether it has
+    rebooted: that comes out at the first survey with one.
     """
     old = get(tx, inventory.host)
-    rebooted = old is not None and old.boot_id not in (None, inventory.boot_id)
+    boot_id = inventory.boot_id or (old.boot_id if old is not None else None)
+    rebooted = old is not None and old.boot_id not in (None, boot_id)
     tx.execute(
         t.hosts.update()
         .where(t.hosts.c.name == inventory.host)
-        .values(inventory=INVENTORY.dump_python(inventory, mode="json"), boot_id=inventory.boot_id)
+        .values(inventory=INVENTORY.dump_python(inventory, mode="json"), boot_id=boot_id)
     )
     known = {gpu.address: gpu for gpu in gpu_ledger.of_host(tx, inventory.host)}
     for gpu in inventory.gpus:

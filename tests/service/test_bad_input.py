@@ -284,7 +284,8 @@ BAD_CALLS: list[tuple[int, str, str, Any]] = [
             {"cidr": "999.1.1.1/99"}, {"cidr": "10.0.0.0/31"}, {"cidr": "10.0.0.0/0"},
             {"cidr": "fd00::/64"}, {"cidr": "x"}, {"network": "bridge"}, {"network": "open"},
             {"bridge": "br0; rm"}, {"accel": "fast"}, {"uri": "x" * 1025}, {"uri": "a\0b"},
-            {"shell": "ssh h2"}, {"shell": ["a\0"]}, {"emulated": "x" * 65537}, {"state": "ready"},
+            {"shell": "ssh h2"}, {"shell": ["a\0"]}, {"uri": "qemu+tls://h2/system"},
+            {"emulated": "x" * 65537}, {"state": "ready"},
         )
     ),
     *(

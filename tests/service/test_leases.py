@@ -9,7 +9,8 @@ import pytest
 
 from gpuspawner import schema
 from gpuspawner.client import AllocatorError
-from gpuspawner.host.api import HostError
+from gpuspawner.errors import from_lease
+from gpuspawner.host.api import HostError, HostFull
 from tests.layers import wait_for_async
 from tests.service.harness import Site, acquire_body, gpu_in, lease_in
 
@@ -242,18 +243,41 @@ async def test_a_boot_that_never_answers_shows_its_console(tmp_path: Path) -> No
     await world.close()
 
 
-async def test_a_host_that_refuses_says_why(site: Site) -> None:
-    """The user reads the host's reason and the GPU goes through the wipe all the same."""
+async def test_a_host_that_refuses_says_why(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    """The user reads the host's reason, its admin what to do about it, and the GPU goes through
+    the wipe all the same."""
     world = site.worlds["h1"]
     async with site.running() as client:
         await site.add_host(client, 0)
-        world.fail["create"] = HostError("No space left on the pool.", "Free some.")
+        world.fail["create"] = HostError("QEMU cannot pass /srv.", "chmod o+x /srv")
         lease = await client.acquire(acquire_body())
         ended = await lease_in(client, lease.id, "ended")
         assert ended.reason == "host-error"
-        assert "No space left on the pool. Free some." in (ended.message or "")
+        assert (
+            ended.message == "Host h1 could not start the virtual machine: QEMU cannot pass /srv."
+        )
+        assert "QEMU cannot pass /srv. chmod o+x /srv" in caplog.text
         del world.fail["create"]
         await gpu_in(client, lease.gpus[0], "unassigned")
+
+
+async def test_a_full_disk_is_told_to_each_in_her_words(
+    site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The user learns that it is not her fault and what she can do, the admin which disk it is and
+    what to delete."""
+    world = site.worlds["h1"]
+    async with site.running() as client:
+        await site.add_host(client, 0)
+        world.fail["create"] = HostFull("There is no room in pool p at /srv/p.", "Delete homes.")
+        ended = await lease_in(client, (await client.acquire(acquire_body())).id, "ended")
+        assert ended.reason == "host-error"
+        told = from_lease(ended).jupyterhub_message
+        assert told.startswith("The disk of host h1 is full, so your server could not start.")
+        assert "Start the server again." in told
+        assert "/srv/p" not in told
+        assert "Delete" not in told
+        assert "no room in pool p at /srv/p. Delete homes." in caplog.text
 
 
 async def test_a_gpu_is_not_released_while_somebody_holds_it(site: Site) -> None:

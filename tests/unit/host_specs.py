@@ -87,6 +87,13 @@ CASES = {
         LAB_PARTS,
         Options("0badcafe", "gpu1", accel="kvm", amd=True, hugepages_kib=1048576),
     ),
+    "one_h100_1g_pages_efi_kvm": Case(
+        lease((real_gpu("98", 1, functions=2, mmio_mib=131120),),
+              (Cell(1, ((36, 100), (37, 101)), 98304),)),
+        HOUSE,
+        LAB_PARTS,
+        Options("0badcafe", "gpu1", accel="kvm", hugepages_kib=1048576, mmio_window_mib=8 << 20),
+    ),
     "two_cells_kvm": Case(
         lease(
             (real_gpu("17", 0), real_gpu("98", 1)),

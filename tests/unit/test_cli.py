@@ -290,6 +290,22 @@ def test_host_add_waits_until_ready(allocator: Allocator, tmp_path: Path) -> Non
     assert body["shell"] == ["ssh", "-p", "22", "gpu1"]
 
 
+def test_a_host_may_have_no_shell(allocator: Allocator) -> None:
+    allocator.lay("POST", "hosts", host(state="new"), 201)
+    uri = "qemu+tls://gpu1/system"
+    result = run("host", "add", "lab-1", "--uri", uri, "--shell", "none", "--wait", "0")
+    assert result.exit_code == 0, result.output
+    assert allocator.asked[0][2]["shell"] is None
+
+
+def test_another_machines_shell_must_be_named(allocator: Allocator) -> None:
+    """Else the allocator's own GPUs would be taken for that host's."""
+    result = run("host", "add", "lab-1", "--uri", "qemu+tls://gpu1/system")
+    assert result.exit_code == 1
+    assert "ssh -o BatchMode=yes" in result.stderr
+    assert allocator.asked == []
+
+
 def test_host_add_says_what_is_wrong_with_a_name(allocator: Allocator) -> None:
     result = run("host", "add", "Lab One")
     assert result.exit_code == 1

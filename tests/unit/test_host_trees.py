@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
-from gpuspawner.host.inspection import Finding, Seen, inspect_real
+from gpuspawner.host.guests import offers_efi
+from gpuspawner.host.inspection import Daemon, Finding, Seen, inspect_real
 from gpuspawner.host.inventory import GpuRule, HostRules, parse_inventory
 from gpuspawner.pool.topology import Inventory
 from tests.unit.sysfs_trees import ASSIGNED, GIB, H100_BARS, UNPLACED, Tree, hgx, link, workstation
 
 GPU = "0000:41:00.0"
+OFF = HostRules(hugepages="off")
 
 
 def survey(tree: Tree, rules: HostRules | None = None) -> Inventory:
@@ -236,15 +238,21 @@ def test_what_the_machine_lacks(
     [
         (HostRules(hugepages="1G"), {}, "no hugepages of 1 GiB"),
         (HostRules(), {}, "ordinary pages"),
-        (HostRules(hugepages="off"), {"libvirt": (8, 0, 0)}, "libvirt 8.0.0 is too old"),
-        (HostRules(hugepages="off"), {"qemu": (5, 2, 0)}, "QEMU 5.2.0 is too old"),
+        (OFF, {"daemon": Daemon(libvirt=(8, 0, 0))}, "libvirt 8.0.0 is too old"),
+        (OFF, {"daemon": Daemon(qemu=(5, 2, 0))}, "QEMU 5.2.0 is too old"),
+        (OFF, {"daemon": Daemon(place="p at /srv/p", free_mib=3)}, "pool p at /srv/p is full (3 M"),
+        (OFF, {"daemon": Daemon(place="p at /srv/p", free_mib=1024)}, None),
         (HostRules(hugepages="off"), {"off_s": -90.0}, "90 s slow"),
         (HostRules(hugepages="off", reserve_mib=1 << 20), {}, "is left for guests"),
     ],
 )
-def test_what_else_is_found(tree: Tree, rules: HostRules, seen: dict[str, Any], said: str) -> None:
+def test_what_else_is_found(
+    tree: Tree, rules: HostRules, seen: dict[str, Any], said: str | None
+) -> None:
     tree.device("0000:40:01.0", GPU, group=5)
-    assert [said in each.text for each in findings(tree, rules, **seen)] == [True]
+    told = [each.text for each in findings(tree, rules, **seen)]
+    assert [said in text for text in told if said] == [True] * bool(said)
+    assert len(told) == bool(said)
 
 
 def test_iommu_d3cold_and_reset(tree: Tree) -> None:
@@ -265,6 +273,44 @@ def test_pages_in_other_hands_and_more_gpus_than_a_window_holds(tmp_path: Path) 
     first, second = findings(tree)
     assert "196 of node 0's 896 pages of 1 GiB are in other hands" in first.text
     assert "all 8 GPUs take 1048960 MiB, and one guest has a window of 512 GiB" in second.text
+
+
+@pytest.mark.parametrize(
+    ("gpus", "bar_gib", "firmware", "efi", "level"),
+    [
+        (1, 64, "bios", False, "error"),
+        (1, 64, "bios", True, None),
+        (1, 64, "bios", None, None),
+        (1, 8, "bios", False, None),
+        (3, 8, "bios", False, "warning"),  # one alone fits into QEMU's own window
+        (1, 8, "efi", False, "error"),
+    ],
+)
+def test_uefi_is_missed_where_it_is_needed(
+    tree: Tree, gpus: int, bar_gib: int, firmware: str, efi: bool | None, level: str | None
+) -> None:
+    for number in range(1, gpus + 1):
+        tree.device(
+            f"0000:40:0{number}.0", f"0000:4{number}:00.0", group=number,
+            bars=((bar_gib * GIB, ASSIGNED),),
+        )  # fmt: skip
+    told = findings(tree, OFF, daemon=Daemon(efi=efi), firmware=firmware)
+    assert [each.level for each in told] == [level] * bool(level)
+    assert all("OVMF" in each.text and "apt install ovmf" in each.remedy for each in told)
+
+
+@pytest.mark.parametrize(
+    ("values", "offers"),
+    [
+        ("<enum name='firmware'/>", False),  # Debian 12 without the package ovmf
+        ("<enum name='firmware'><value>bios</value></enum>", False),
+        ("<enum name='firmware'><value>bios</value><value>efi</value></enum>", True),
+        ("<loader supported='yes'/>", None),
+    ],
+)
+def test_libvirt_says_whether_it_has_uefi(values: str, offers: bool | None) -> None:
+    text = f"<domainCapabilities><os supported='yes'>{values}</os></domainCapabilities>"
+    assert offers_efi(text) is offers
 
 
 def test_every_finding_says_what_to_do(tmp_path: Path) -> None:

@@ -70,6 +70,15 @@ async def test_a_gpu_that_is_gone_keeps_its_row(ledger: Ledger, state: GpuState)
     assert record.state is moved.get(state, state)
 
 
+async def test_a_survey_without_a_boot_id_is_no_reboot(ledger: Ledger) -> None:
+    """A host without a shell cannot tell. With one it comes out, however long that takes."""
+    await bring(ledger, GpuState.UNASSIGNED)
+    assert (await after(ledger, replace(INVENTORY, boot_id=""))).state is GpuState.UNASSIGNED
+    assert (await after(ledger, INVENTORY)).state is GpuState.UNASSIGNED
+    await after(ledger, replace(INVENTORY, boot_id=""))
+    assert (await after(ledger, replace(INVENTORY, boot_id="other"))).state is GpuState.USED
+
+
 async def test_a_gpu_that_was_gone_proves_itself_anew(ledger: Ledger) -> None:
     """Its diagnosis tries to bring it back; one that comes back before goes through it too."""
     await bring(ledger, GpuState.UNASSIGNED)

@@ -32,8 +32,9 @@ async def pool(site_folder: Path, images_dir: Path, libvirtd: Daemon) -> AsyncIt
 
 
 async def test_the_hosts_disk_is_full(pool: Pool, libvirtd: Daemon) -> None:
-    """A start says what is full and what to do, and leaves nothing; a diagnosis says nothing about
-    its GPU; a server that writes into its home waits. With room again all three go on."""
+    """A start tells its user that the disk is full, the log which one and what to do, and nothing
+    is left; a diagnosis says nothing about its GPU; a server that writes into its home waits. With
+    room again all three go on."""
     place = pool.libvirt_pools / f"gs-{pool.instance}-emu1"
     # libvirtd may have a mount namespace of its own.
     pool.libvirt_pools = Path(f"/proc/{libvirtd.pid}/root{pool.libvirt_pools}")
@@ -54,10 +55,17 @@ async def test_the_hosts_disk_is_full(pool: Pool, libvirtd: Daemon) -> None:
         ended = await pool.ended(lease.id)
         assert ended.reason == "host-error"
         for told in (ended.message or "", str(from_lease(ended).jupyterhub_message)):
-            assert "no room for the volume" in told, told
-            assert f"pool gs-{pool.instance}-emu1 at {place}" in told, told
-            assert "Free some space on that disk" in told, told
-        assert "no room for the volume" in pool.log.read_text()
+            assert "The disk of host emu1 is full" in told, told
+            assert "in their log" in told, told
+            assert "Free some space" not in told, told
+        (logged,) = [
+            line
+            for line in pool.log.read_text().splitlines()
+            if f"lease_host_error lease={lease.id}" in line
+        ]
+        assert "no room for the volume" in logged, logged
+        assert f"pool gs-{pool.instance}-emu1 at {place}" in logged, logged
+        assert "Free some space on that disk" in logged, logged
         assert seeds(pool) == []
 
         run = await inconclusive(pool, other)
