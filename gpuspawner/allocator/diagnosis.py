@@ -66,8 +66,10 @@ class Diagnosis:
             before = await self.driver.witness(self.gpu.address)
             if not before.present:
                 tried = await self.driver.recover(self.gpu.address)
-                before = await self._witness_recovered(tried) or before
+                if tried:
+                    before = await self.driver.witness(self.gpu.address)
             if before.present:
+                await self._look_anew(tried)
                 report = await self._in_the_service_vm()
                 console = await self._console()
                 after = await self._witness_after()
@@ -98,23 +100,23 @@ class Diagnosis:
         self._tell(verdict, seconds)
         return verdict
 
-    async def _witness_recovered(self, tried: tuple[Rung, ...]) -> Witness | None:
-        """The GPU once more after its recovery was tried, and the host's hardware with it."""
-        if not tried:
-            return None
-        seen = await self.driver.witness(self.gpu.address)
-        if seen.present:
+    async def _look_anew(self, tried: tuple[Rung, ...]) -> None:
+        """The host's hardware once more, if the last survey did not find this GPU."""
+        if tried:
             log.warning(
                 "gpu_recovered host=%s gpu=%s by=%s",
                 self.run.host, self.gpu.address, tried[-1].step,
             )  # fmt: skip
-            self.inventory = await self.driver.survey()
-            if all(gpu.address != self.gpu.address for gpu in self.inventory.gpus):
-                raise HostError(
-                    f"The GPU at {self.gpu.address} answers again ({tried[-1].step}), and the "
-                    "host does not list it as a GPU."
-                )
-        return seen
+        if self._listed() and not tried:
+            return
+        self.inventory = await self.driver.survey()
+        if not self._listed():
+            raise HostError(
+                f"The GPU at {self.gpu.address} answers, and the host does not list it as a GPU."
+            )
+
+    def _listed(self) -> bool:
+        return any(gpu.address == self.gpu.address for gpu in self.inventory.gpus)
 
     def _policy(self) -> Policy:
         # Real GPUs have a policy of their own once their checks exist; until then nothing that is

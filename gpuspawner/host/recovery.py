@@ -16,7 +16,6 @@ _LADDER = (
     ("bus-reset", 40.0),
     ("bus-reset", 40.0),
     ("rescan", 40.0),
-    ("reseat", 40.0),
     ("power-cycle", 40.0),
 )
 BUDGET_S = 300.0

@@ -270,7 +270,7 @@ async def told_of_the_loss(pool: LabPool, lease_id: str, address: str) -> None:
     await asyncio.wait_for(read(), 180)
 
 
-RECOVERY = ("wake", "bus-reset", "rescan", "reseat", "power-cycle")
+RECOVERY = ("wake", "bus-reset", "rescan", "power-cycle")
 
 
 async def test_each_step_of_the_recovery(lab: Lab, pool: LabPool) -> None:

@@ -17,7 +17,7 @@ from gpuspawner.host.recovery import BUDGET_S, in_words, recover
 from tests.unit.sysfs_trees import Tree
 
 GPU, AUDIO, PORT = "0000:41:00.0", "0000:41:00.1", "0000:40:01.0"
-STEPS = ["wake", "reset", "bus-reset", "bus-reset", "rescan", "reseat", "power-cycle"]
+STEPS = ["wake", "reset", "bus-reset", "bus-reset", "rescan", "power-cycle"]
 
 
 class Bus:
@@ -51,9 +51,7 @@ async def test_what_cannot_be_done_is_noted_and_passed_over() -> None:
     tried = await recover(GPU, Bus(reset=HostError("no function can be reset")))
     assert [rung.step for rung in tried] == STEPS
     assert tried[1] == Rung("reset", "no function can be reset")
-    assert in_words(tried).startswith(
-        "Tried in vain: wake, bus-reset, rescan, reseat, power-cycle."
-    )
+    assert in_words(tried).startswith("Tried in vain: wake, bus-reset, rescan, power-cycle.")
 
 
 async def test_a_step_that_hangs_is_the_last() -> None:
@@ -136,14 +134,6 @@ def test_bus_reset_leaves_the_port_as_it_was(tree: Tree) -> None:
     assert written(tree, "rescan", PORT) == "1"
 
 
-def test_reseat_of_a_root_port(tree: Tree) -> None:
-    root = tree.sys / "devices/pci0000:40/pci_bus/0000:40"
-    root.mkdir(parents=True)
-    ask(tree, "reseat")
-    assert written(tree, "remove", PORT) == "1"
-    assert (root / "rescan").read_text() == "1"
-
-
 def test_power_cycle_finds_the_slot(tree: Tree) -> None:
     tree.write("sys", "bus/pci/slots/7/address", "0000:81:00")
     tree.write("sys", "bus/pci/slots/3/address", "0000:41:00")
@@ -161,13 +151,13 @@ def test_wake(tree: Tree) -> None:
     assert written(tree, "d3cold_allowed") == "0"
 
 
-@pytest.mark.parametrize("verb", ["bus-reset", "rescan", "reseat", "power-cycle"])
+@pytest.mark.parametrize("verb", ["bus-reset", "rescan", "power-cycle"])
 def test_a_port_that_others_are_behind_is_left_alone(tree: Tree, verb: str) -> None:
     tree.device(PORT, "0000:41:01.0", remove="")
     assert "0000:41:01.0 behind it too" in ask(tree, verb)["error"]
     assert written(tree, "remove") == ""
 
 
-@pytest.mark.parametrize("verb", ["wake", "bus-reset", "rescan", "reseat", "power-cycle"])
+@pytest.mark.parametrize("verb", ["wake", "bus-reset", "rescan", "power-cycle"])
 def test_a_device_without_a_port(tree: Tree, verb: str) -> None:
     assert "no port has" in ask(tree, verb, "0000:99:00.0")["error"]
