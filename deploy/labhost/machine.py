@@ -181,5 +181,8 @@ def _gpu(gpu: LabGpu, memory: Path) -> Iterator[str]:
     )
     yield from (
         "-device",
-        f"ivshmem-plain,id={gpu.name}-memory,bus={port},addr=0.{first + 1},memdev=ram-{gpu.name}",
+        # The kernel makes one group of the functions when they are found anew only if each says
+        # that it has neighbours, as real cards' do.
+        f"ivshmem-plain,id={gpu.name}-memory,bus={port},addr=0.{first + 1},multifunction=on,"
+        f"memdev=ram-{gpu.name}",
     )

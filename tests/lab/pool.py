@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +39,7 @@ class LabPool(Pool):
         }
         super().__init__(folder, host="lab", **traits)
         self.lab = lab
+        self.uris = [lab.uri]
         self.shell = Shell("lab", lab.shell)
 
     async def add_lab(self) -> None:
@@ -90,8 +90,6 @@ class LabPool(Pool):
         """The process of a lease's VM on the lab host."""
         return int(await self.on_host("cat", f"/run/libvirt/qemu/{self.domain(lease_id)}.pid"))
 
-    def virsh(self, *words: str) -> str:
+    def virsh(self, *words: str, uri: str = "") -> str:
         """What an admin would type, on the lab's libvirt."""
-        return subprocess.run(
-            ["virsh", "-c", self.lab.uri, *words], check=True, capture_output=True, text=True
-        ).stdout
+        return super().virsh(*words, uri=uri or self.lab.uri)
