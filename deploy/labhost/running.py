@@ -272,7 +272,8 @@ class Lab:
 
     def _wait(self) -> None:
         end = time.monotonic() + BOOT_S
-        ready = ["virsh", "-c", "qemu:///system", "version", "--daemon"]
+        cpus = "systemctl is-active --quiet lab-cpus.service"
+        ready = ["sh", "-c", f"{cpus} && virsh -c qemu:///system version --daemon"]
         while self.ssh(ready, timeout_s=60).returncode:
             if self.pid() is None:
                 tail = "\n".join(f"    | {text}" for text in last_lines(self.console))
