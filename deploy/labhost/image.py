@@ -11,6 +11,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from deploy.labhost import emulator
+from deploy.labhost.emulator import Emulator
 from images import disk, initramfs, kernel
 from images.base import BASE_STAGES, BaseImage, base_inputs, base_tree
 from images.cache import default_cache, digest_of, entry, prune, require_space
@@ -45,6 +47,7 @@ PLAN = (
     Stage("layer", "Installing libvirt and QEMU", 60.0),
     Stage("settings", "Unpacking, and writing the host's settings", 10.0),
     *disk.STAGES,
+    emulator.STAGE,
 )
 
 _MASKED = (
@@ -95,11 +98,13 @@ _MASKED = (
 
 @dataclass(frozen=True)
 class HostImage:
-    """A finished image: what QEMU is started with. Files are read only; guests write overlays."""
+    """A finished image, and the QEMU that it is started with. Files are read only; guests write
+    overlays."""
 
     kernel: Path
     initrd: Path
     root: Path
+    emulator: Emulator
 
 
 def digest() -> str:
@@ -135,7 +140,12 @@ def built(cache: Path) -> HostImage:
     directory = place(cache)
     if not directory.is_dir():
         raise ImageError("The lab host's image is not built.", "Run 'deploy/lab build'.")
-    return HostImage(directory / "vmlinux", directory / "initrd", directory / "root.qcow2")
+    return HostImage(
+        kernel=directory / "vmlinux",
+        initrd=directory / "initrd",
+        root=directory / "root.qcow2",
+        emulator=emulator.fetched(cache),
+    )
 
 
 def build(cache: Path, sink: Sink) -> HostImage:
@@ -148,12 +158,13 @@ def build(cache: Path, sink: Sink) -> HostImage:
     root.mkdir(parents=True, exist_ok=True)
     with entry(root, place(cache).name) as (directory, ready):
         if ready:
-            for stage in PLAN:
+            for stage in PLAN[:-1]:
                 progress.skip(stage.name, "from the cache")
         else:
             require_space(root, _SPACE_MIB, "Building the lab host's image")
             _build(directory, cache, progress)
     prune(root, keep=2)
+    emulator.fetch(cache, progress)
     return built(cache)
 
 

@@ -95,12 +95,18 @@ def memory_file(folder: Path, gpu: LabGpu) -> Path:
     return folder / f"{gpu.name}.mem"
 
 
-def command(files: Files, cards: Sequence[Card], memory_mib: int = MEMORY_MIB) -> list[str]:
-    """QEMU's command line; it goes to the background once the machine exists."""
+def command(
+    files: Files,
+    cards: Sequence[Card],
+    memory_mib: int = MEMORY_MIB,
+    program: Sequence[str] = ("qemu-system-x86_64",),
+) -> list[str]:
+    """QEMU's command line; it goes to the background once the machine exists. ``program`` is the
+    emulator with what it needs to find its files."""
     nodes = range(len(_EXPANDER_BUS))
     cpus = CPUS_PER_NODE * len(nodes)
     return [
-        "qemu-system-x86_64",
+        *program,
         *("-name", "gpuspawner-lab", "-daemonize", "-pidfile", str(files.pid)),
         # Plain emulation: where nested virtualization works the lab would only be faster. With
         # thread=single nothing hangs (see running.py), and guests inside take many times as long.

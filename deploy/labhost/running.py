@@ -182,7 +182,9 @@ class Lab:
         network.connect(self.networks)
         with step("Starting the lab host"):
             cards = (network.ADMIN, network.GUESTS)
-            run_quietly(machine.command(self._files(image), cards, memory_mib), "The lab's QEMU")
+            program = image.emulator.command()
+            command = machine.command(self._files(image), cards, memory_mib, program)
+            run_quietly(command, "The lab's QEMU")
         with step("Waiting for its shell and its libvirt"):
             self._wait()
 

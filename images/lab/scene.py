@@ -6,16 +6,16 @@ on; the scene and Debian's copyright file are taken out of it and kept in the bu
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from images import apt
-from images.base import ARCH, SUITE, run_tool
+from images.base import SUITE, run_tool
 from images.cache import digest_of, entry, prune, sha256_file
 from images.errors import ImageError
+from images.packages import PrivateApt
 from images.progress import Progress, Stage
 
 STAGES = (Stage("scene", "Fetching the sample scene", 6.0),)
@@ -92,47 +92,13 @@ def install(files: Path, root: Path) -> None:
         (target / path.name).chmod(0o644)
 
 
-def _apt_root(work: Path, sources: Sequence[apt.Source]) -> dict[str, str]:
-    """An empty machine in `work` for apt: these mirrors, this machine's keys and proxies, nothing
-    installed.  Returns the environment to run apt's programs in; the real lists stay untouched.
-    """
-    for name in ("etc/apt/trusted.gpg.d", "var/lib/apt/lists/partial", "var/lib/dpkg", "tree"):
-        (work / name).mkdir(parents=True)
-    (work / "var/cache/apt/archives/partial").mkdir(parents=True)
-    (work / "var/lib/dpkg/status").touch()
-    lines = "".join(f"{source.line()}\n" for source in sources)
-    (work / "etc/apt/sources.list").write_text(lines)
-    for place, keys in (
-        ("/etc/apt/trusted.gpg.d", "*"),
-        ("/usr/share/keyrings", "debian-archive-keyring.*"),
-    ):
-        for key in Path(place).glob(keys):
-            (work / "etc/apt/trusted.gpg.d" / key.name).symlink_to(key)
-    options = [
-        *apt.host_reach_options(),
-        f'Dir "{work}";',
-        f'APT::Architecture "{ARCH}";',
-        'APT::Sandbox::User "root";',
-        'APT::Update::Error-Mode "any";',
-        'Acquire::Languages "none";',
-    ]
-    (work / "apt.conf").write_text("".join(f"{line}\n" for line in options))
-    # Read before every other configuration, and by it there is no other (`Dir`).
-    return {**os.environ, "APT_CONFIG": str(work / "apt.conf"), "LC_ALL": "C.UTF-8"}
-
-
 def _download(scene: Scene, work: Path, sources: Sequence[apt.Source]) -> Path:
     """The .deb in `work`; apt has checked it against the archive's signature."""
-    work.mkdir()
-    work = work.resolve()
-    env = _apt_root(work, sources)
     try:
-        run_tool(["apt-get", "update", "-q"], "apt", env)
-        offered = run_tool(["apt-cache", "madison", scene.package], "apt", env)
-        versions = sorted({line.split("|")[1].strip() for line in offered.splitlines()})
+        mirrors = PrivateApt(work, sources)
+        versions = mirrors.versions(scene.package)
         if scene.version in versions:
-            wanted = f"{scene.package}={scene.version}"
-            run_tool(["apt-get", "download", "-q", wanted], "apt", env, work)
+            (package,) = mirrors.download(f"{scene.package}={scene.version}")
     except ImageError as error:
         raise ImageError(
             f"The sample scene could not be fetched: {error.what}",
@@ -148,7 +114,6 @@ def _download(scene: Scene, work: Path, sources: Sequence[apt.Source]) -> Path:
             f"  deb [check-valid-until=no] https://snapshot.debian.org/archive/debian/20240101/ "
             f"{SUITE} main",
         )
-    (package,) = work.glob("*.deb")
     return package
 
 
