@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import uuid
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gpuspawner.allocator.errors import ApiError
@@ -16,7 +16,8 @@ from gpuspawner.ledger import limits as limit_ledger
 from gpuspawner.ledger.database import Transaction
 from gpuspawner.ledger.demand import Demand
 from gpuspawner.ledger.records import LeaseRecord
-from gpuspawner.pool.placement import Preference, Refusal, place
+from gpuspawner.ledger.views import Views
+from gpuspawner.pool.placement import Preference, Refusal
 from gpuspawner.pool.quota import Excess, excess
 from gpuspawner.pool.states import COMING, HELD, EndReason, GpuState, LeaseState
 from gpuspawner.pool.topology import Claim, HostView, Request
@@ -30,14 +31,13 @@ class Rules:
     max_wait_ms: int
 
 
-@dataclass(frozen=True, slots=True)
 class Placing:
     """What places are chosen by: the hosts, what is asked for these days, and whether servers
     are packed or spread (``pool.placement.place``)."""
 
-    views: host_ledger.Views = field(default_factory=host_ledger.Views)
-    demand: Demand = field(default_factory=Demand)
-    prefer: Preference = "pack"
+    def __init__(self, prefer: Preference = "pack") -> None:
+        self.views = Views(prefer)
+        self.demand = Demand()
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,32 +161,40 @@ def place_queue(tx: Transaction, placing: Placing, now_ms: int) -> dict[str, Ref
         if lease_ledger.stopping_of_key(tx, lease.key):
             continue
         request = _request(tx, lease)
+        hosts = placing.views.load(tx)
+        mix = placing.demand.mix(tx)
+        after = {
+            claim.host: _after(hosts.views[claim.host], promised)
+            for claim in promised
+            if claim.host in hosts.views
+        }
         taken = {
             host
-            for model, hosts in ahead
-            for host in hosts
+            for model, helping in ahead
+            for host in helping & hosts.views.keys()
             if request.gpus and _compete(request.gpu_model, model)
         }
-        views = [_after(view, promised) for view in placing.views.load(tx)]
-        mix = placing.demand.mix(tx)
-        found = place(request, [_behind(view, taken) for view in views], mix, placing.prefer)
+        behind = {host: _behind(after.get(host, hosts.views[host])) for host in taken}
+        found = hosts.place(request, mix, after | behind)
         if not isinstance(found, Refusal):
-            _take(tx, lease, found, now_ms)
+            _take(tx, lease, found, placing.views.generation(found.host), now_ms)
             continue
         waiting[lease.id] = found
         if request.gpus and found.can_wait:
-            helping = frozenset(one.host for one in found.shortfalls if one.waiting_helps)
-            ahead.append((request.gpu_model, helping))
-            hoped = place(request, [_hoped(view) for view in views], mix, placing.prefer)
-            if not isinstance(hoped, Refusal):
-                promised.append(hoped)
+            ahead.append((request.gpu_model, found.helping))
+            hoped = {
+                host: _hoped(after.get(host, view))
+                for host, view in hosts.views.items()
+                if view.coming_gpus
+            }
+            hope = hosts.place(request, mix, after | hoped)
+            if not isinstance(hope, Refusal):
+                promised.append(hope)
     return waiting
 
 
-def _behind(view: HostView, taken: set[str]) -> HostView:
+def _behind(view: HostView) -> HostView:
     """The host as who comes later sees it: free GPUs that somebody older waits for are coming."""
-    if view.inventory.host not in taken:
-        return view
     return replace(view, free_gpus=frozenset(), coming_gpus=view.coming_gpus | view.free_gpus)
 
 
@@ -198,8 +206,6 @@ def _hoped(view: HostView) -> HostView:
 def _after(view: HostView, promised: list[Claim]) -> HostView:
     """The host without the cores and the memory that somebody older will take."""
     claims = [claim for claim in promised if claim.host == view.inventory.host]
-    if not claims:
-        return view
     used_mib = dict(view.used_mib)
     for cell in (cell for claim in claims for cell in claim.cells):
         used_mib[cell.node] = used_mib.get(cell.node, 0) + cell.memory_mib
@@ -226,7 +232,8 @@ def _request(tx: Transaction, lease: LeaseRecord) -> Request:
     )
 
 
-def _take(tx: Transaction, lease: LeaseRecord, claim: Claim, now_ms: int) -> None:
+def _take(tx: Transaction, lease: LeaseRecord, claim: Claim, seen: int, now_ms: int) -> None:
+    """``seen`` is the generation of the host's view that the claim was found on."""
     host = host_ledger.get(tx, claim.host)
     assert host is not None
     address = free_address(host.settings["cidr"], lease_ledger.addresses_in_use(tx, claim.host))
@@ -244,7 +251,7 @@ def _take(tx: Transaction, lease: LeaseRecord, claim: Claim, now_ms: int) -> Non
     nodes = ", ".join(str(cell.node) for cell in claim.cells)
     where = f"host {claim.host}, NUMA node{'s' if len(claim.cells) > 1 else ''} {nodes}"
     what = f"GPU {', '.join(claim.gpus)} on {where}" if claim.gpus else where.capitalize()
-    lease_ledger.claim(tx, lease, claim, address, mac, now_ms, f"You have {what}.")
+    lease_ledger.claim(tx, lease, claim, seen, address, mac, now_ms, f"You have {what}.")
 
 
 def free_address(cidr: str, used: frozenset[str]) -> str | None:
@@ -336,7 +343,12 @@ def capacity_error(tx: Transaction, lease: LeaseRecord, refusal: Refusal) -> Api
         text,
         constraint=refusal.constraint,
         details=[
-            {"host": one.host, "constraint": one.constraint, "text": one.text}
+            {
+                "host": one.host,
+                "constraint": one.constraint,
+                "text": one.text,
+                "alike": list(one.alike),
+            }
             for one in refusal.shortfalls
         ],
         retry_after_s=60,

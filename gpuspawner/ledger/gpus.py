@@ -9,17 +9,23 @@ import sqlalchemy as sa
 from sqlalchemy import Connection
 
 from gpuspawner.ledger import tables as t
+from gpuspawner.ledger.changes import Changes
 from gpuspawner.ledger.records import IDENTITY, GpuRecord, gpu_record
 from gpuspawner.pool.states import GpuState, check_gpu_step
 from gpuspawner.pool.topology import Gpu
 from gpuspawner.pool.verdict import Identity
 
 
-def touch_host(tx: Connection, host: str) -> None:
-    """Something about what is free on the host has changed: snapshots of it are stale."""
-    tx.execute(
-        t.hosts.update().where(t.hosts.c.name == host).values(generation=secrets.randbits(62))
-    )
+def touch_host(tx: Connection, host: str, seen: int | None = None) -> bool:
+    """Something about what is free on the host has changed: snapshots of it are stale.
+
+    With ``seen`` only if that still is the host's generation; false if it is not.
+    """
+    Changes.of(tx).note(host)
+    change = t.hosts.update().where(t.hosts.c.name == host)
+    if seen is not None:
+        change = change.where(t.hosts.c.generation == seen)
+    return tx.execute(change.values(generation=secrets.randbits(62))).rowcount == 1
 
 
 def add(tx: Connection, host: str, gpu: Gpu, now_ms: int) -> None:

@@ -15,6 +15,7 @@ from sqlalchemy import Connection
 
 from gpuspawner.ledger import gpus as gpu_ledger
 from gpuspawner.ledger import tables as t
+from gpuspawner.ledger.changes import Stale
 from gpuspawner.ledger.records import CLAIM, EventRecord, LeaseRecord, event_record, lease_record
 from gpuspawner.pool.states import (
     OPEN_LEASES,
@@ -143,12 +144,19 @@ def claim(
     tx: Connection,
     lease: LeaseRecord,
     wanted: Claim,
+    seen: int,
     address: str,
     mac: str,
     now_ms: int,
     message: str,
 ) -> LeaseRecord:
-    """Give a lease its place. The primary keys of the claim tables refuse a second owner."""
+    """Give a lease its place, which was found on the host as it was in generation ``seen``.
+
+    Raises ``Stale`` if the host has changed since; and the primary keys of the claim tables refuse
+    a second owner whatever was seen.
+    """
+    if not gpu_ledger.touch_host(tx, wanted.host, seen):
+        raise Stale(f"host {wanted.host} is not in generation {seen} any more")
     rows = [{"host": wanted.host, "address": gpu, "owner": lease.id} for gpu in wanted.gpus]
     if rows:
         tx.execute(t.claimed_gpus.insert(), rows)
@@ -170,7 +178,6 @@ def claim(
         gpu = gpu_ledger.get(tx, wanted.host, gpu_address)
         assert gpu is not None
         gpu_ledger.move(tx, gpu, GpuState.RESERVED, now_ms, owner=lease.username, lease_id=lease.id)
-    gpu_ledger.touch_host(tx, wanted.host)
     return move(
         tx,
         lease,

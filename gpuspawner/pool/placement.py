@@ -56,6 +56,13 @@ class Refusal:
         return any(shortfall.waiting_helps for shortfall in self.shortfalls)
 
     @property
+    def helping(self) -> frozenset[str]:
+        """The hosts on which waiting may be enough."""
+        return frozenset(
+            name for one in self.shortfalls if one.waiting_helps for name in (one.host, *one.alike)
+        )
+
+    @property
     def constraint(self) -> str:
         """The constraint of the host that came nearest to taking the request; of equals, the
         first."""

@@ -248,6 +248,7 @@ TestComparing.settings = settings(
 def befallen(view: HostView, rng: random.Random) -> HostView:
     """The host in some state; one in two has two models of GPUs in any order, and servers."""
     plain = rng.random() < 0.5
+    used = 0.0 if plain else 0.3
     gpus = tuple(
         gpu if plain else replace(gpu, model=rng.choice("AB")) for gpu in view.inventory.gpus
     )
@@ -258,9 +259,7 @@ def befallen(view: HostView, rng: random.Random) -> HostView:
         inventory=replace(view.inventory, gpus=gpus),
         free_gpus=frozenset(gpu for gpu, state in states.items() if state == "free"),
         coming_gpus=frozenset(gpu for gpu, state in states.items() if state == "coming"),
-        used_cpus=frozenset(
-            cpu for core in cores if not plain and rng.random() < 0.3 for cpu in core
-        ),
+        used_cpus=frozenset(cpu for core in cores if rng.random() < used for cpu in core),
         used_mib={
             node.id: 0 if plain else rng.choice([0, 1024, 4096]) for node in view.inventory.nodes
         },
