@@ -43,6 +43,14 @@ def every(tx: Connection) -> list[HostRecord]:
     return [host_record(row) for row in tx.execute(sa.select(t.hosts).order_by(t.hosts.c.name))]
 
 
+def cidr(tx: Connection, name: str) -> str:
+    """The range of a host's guests; ``NoResultFound`` if there is no such host."""
+    settings: dict[str, Any] = tx.execute(
+        sa.select(t.hosts.c.settings).where(t.hosts.c.name == name)
+    ).scalar_one()
+    return str(settings["cidr"])
+
+
 def set_state(tx: Connection, name: str, state: str, reason: str | None = None) -> None:
     """``ready`` or ``unreachable``, and why."""
     tx.execute(t.hosts.update().where(t.hosts.c.name == name).values(state=state, reason=reason))

@@ -57,6 +57,19 @@ def of_start(tx: Connection, key: tuple[str, str, str], start_id: str) -> LeaseR
     return None if row is None else lease_record(row)
 
 
+def of_server(tx: Connection, key: tuple[str, str, str], start_id: str) -> list[LeaseRecord]:
+    """The server's open leases and the one of this start, oldest first."""
+    rows = tx.execute(
+        sa.select(t.leases)
+        .where(
+            *_key(t.leases, key),
+            sa.or_(t.leases.c.start_id == start_id, t.leases.c.state != LeaseState.ENDED),
+        )
+        .order_by(t.leases.c.created_ms)
+    )
+    return [lease_record(row) for row in rows]
+
+
 def live_of_key(tx: Connection, key: tuple[str, str, str]) -> LeaseRecord | None:
     """The server's lease that is not ending."""
     row = tx.execute(
@@ -84,6 +97,15 @@ def stopping_of_key(tx: Connection, key: tuple[str, str, str]) -> LeaseRecord | 
         .limit(1)
     ).one_or_none()
     return None if row is None else lease_record(row)
+
+
+def stopping_keys(tx: Connection) -> frozenset[tuple[str, str, str]]:
+    """The servers of which a lease still has its VM while it stops."""
+    of = t.leases.c
+    rows = tx.execute(
+        sa.select(of.hub_id, of.username, of.server_name).where(of.state == LeaseState.STOPPING)
+    )
+    return frozenset((row.hub_id, row.username, row.server_name) for row in rows)
 
 
 def open_leases(tx: Connection, host: str | None = None) -> list[LeaseRecord]:
@@ -134,8 +156,8 @@ def failed_boots_since(tx: Connection, since_ms: int) -> frozenset[str]:
 
 def insert(tx: Connection, values: dict[str, Any], message: str) -> LeaseRecord:
     """A new lease with its first event."""
-    tx.execute(t.leases.insert().values(**values))
-    lease = need(tx, values["id"])
+    row = tx.execute(t.leases.insert().values(**values).returning(t.leases)).one()
+    lease = lease_record(row)
     add_event(tx, lease, values["created_ms"], "state", 0, message)
     return lease
 
@@ -160,6 +182,9 @@ def claim(
     rows = [{"host": wanted.host, "address": gpu, "owner": lease.id} for gpu in wanted.gpus]
     if rows:
         tx.execute(t.claimed_gpus.insert(), rows)
+        gpu_ledger.reserve(
+            tx, wanted.host, wanted.gpus, now_ms, owner=lease.username, lease_id=lease.id
+        )
     tx.execute(
         t.claimed_cpus.insert(),
         [{"host": wanted.host, "cpu": cpu, "owner": lease.id} for cpu in wanted.cpus],
@@ -174,10 +199,6 @@ def claim(
     tx.execute(
         t.claimed_addresses.insert().values(host=wanted.host, address=address, owner=lease.id)
     )
-    for gpu_address in wanted.gpus:
-        gpu = gpu_ledger.get(tx, wanted.host, gpu_address)
-        assert gpu is not None
-        gpu_ledger.move(tx, gpu, GpuState.RESERVED, now_ms, owner=lease.username, lease_id=lease.id)
     return move(
         tx,
         lease,
@@ -213,14 +234,15 @@ def move(
 ) -> LeaseRecord:
     """Take a lease one step on and tell its story."""
     check_lease_step(lease.state, state)
-    changed = tx.execute(
+    row = tx.execute(
         t.leases.update()
         .where(t.leases.c.id == lease.id, t.leases.c.state == lease.state)
         .values(state=state, **changes)
-    ).rowcount
-    if changed != 1:
+        .returning(t.leases)
+    ).one_or_none()
+    if row is None:
         raise RuntimeError(f"lease {lease.id} is not in state {lease.state} any more")
-    moved = need(tx, lease.id)
+    moved = lease_record(row)
     add_event(tx, moved, now_ms, "state", progress, told)
     return moved
 
