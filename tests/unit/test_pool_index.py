@@ -15,6 +15,7 @@ from gpuspawner.pool.choosing import Mix, mix_of
 from gpuspawner.pool.index import HostIndex
 from gpuspawner.pool.placement import Preference, Refusal, Shortfall, place
 from gpuspawner.pool.topology import Claim, Gpu, HostView, Inventory, Node, Request
+from tests.bench.used_pool import given_back, without
 
 HOSTS = [f"h{number}" for number in range(8)]
 
@@ -46,34 +47,6 @@ def shape(name: str, kind: int) -> HostView:
         free_gpus=frozenset(gpu.address for gpu in gpus),
         images=frozenset({"img"}),
     )  # fmt: skip
-
-
-def without(view: HostView, claim: Claim) -> HostView:
-    """The host once a claim is taken."""
-    used_mib = dict(view.used_mib)
-    for cell in claim.cells:
-        used_mib[cell.node] = used_mib.get(cell.node, 0) + cell.memory_mib
-    return replace(
-        view,
-        free_gpus=view.free_gpus - set(claim.gpus),
-        used_cpus=view.used_cpus | set(claim.cpus),
-        used_mib=used_mib,
-        free_addresses=view.free_addresses - 1,
-    )
-
-
-def given_back(view: HostView, claim: Claim) -> HostView:
-    """The host once a claim has ended and its GPUs wait for their wipe."""
-    used_mib = dict(view.used_mib)
-    for cell in claim.cells:
-        used_mib[cell.node] -= cell.memory_mib
-    return replace(
-        view,
-        coming_gpus=view.coming_gpus | set(claim.gpus),
-        used_cpus=view.used_cpus - set(claim.cpus),
-        used_mib=used_mib,
-        free_addresses=view.free_addresses + 1,
-    )
 
 
 def each(refusal: Refusal) -> list[Shortfall]:
@@ -168,7 +141,7 @@ class Comparing(RuleBasedStateMachine):
         if self.claims:
             claim = self.claims.pop(which % len(self.claims))
             if claim.host in self.views:
-                self.put(given_back(self.views[claim.host], claim))
+                self.put(given_back(self.views[claim.host], claim, wiped=False))
 
     @rule(which=st.integers(0, 7))
     def wiped(self, which: int) -> None:
