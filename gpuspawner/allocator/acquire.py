@@ -185,15 +185,11 @@ def place_queue(
         request = _request(lease, home)
         hosts = placing.views.load(tx)
         mix = placing.demand.mix(tx)
-        after = {
-            claim.host: _after(hosts.views[claim.host], promised)
-            for claim in promised
-            if claim.host in hosts.views
-        }
+        after = {claim.host: _after(hosts.views[claim.host], promised) for claim in promised}
         taken = {
             host
             for model, helping in ahead
-            for host in helping & hosts.views.keys()
+            for host in helping
             if request.gpus and _compete(request.gpu_model, model)
         }
         behind = {host: _behind(after.get(host, hosts.views[host])) for host in taken}
@@ -205,12 +201,8 @@ def place_queue(
         waiting[lease.id] = found
         if request.gpus and found.can_wait:
             ahead.append((request.gpu_model, found.helping))
-            hoped = {
-                host: _hoped(after.get(host, view))
-                for host, view in hosts.views.items()
-                if view.coming_gpus
-            }
-            hope = hosts.place(request, mix, after | hoped)
+            hoped = {host: view.once_wiped() for host, view in after.items()}
+            hope = placing.views.hoped.place(request, mix, hoped)
             if not isinstance(hope, Refusal):
                 promised.append(hope)
     return placed, waiting
@@ -219,11 +211,6 @@ def place_queue(
 def _behind(view: HostView) -> HostView:
     """The host as who comes later sees it: free GPUs that somebody older waits for are coming."""
     return replace(view, free_gpus=frozenset(), coming_gpus=view.coming_gpus | view.free_gpus)
-
-
-def _hoped(view: HostView) -> HostView:
-    """The host as it will be when its GPUs are wiped."""
-    return replace(view, free_gpus=view.free_gpus | view.coming_gpus)
 
 
 def _after(view: HostView, promised: list[Claim]) -> HostView:

@@ -33,6 +33,7 @@ class Views:
 
     def __init__(self, prefer: Preference = "pack") -> None:
         self._index = HostIndex(prefer)
+        self.hoped = HostIndex(prefer)  # as the hosts will be once their GPUs are wiped
         self._generations: dict[str, int] = {}
         self._changes: Changes | None = None
         self._seen = 0
@@ -61,14 +62,19 @@ class Views:
         asked = self._generations.keys() if names is None else set(names)
         for name in asked - found.keys():
             self._generations.pop(name, None)
-            self._index.drop(name)
+            self._drop(name)
         stale = (name for name in found if self._generations.get(name) != found[name])
         while some := list(islice(stale, _AT_ONCE)):
             for name in some:
-                self._index.drop(name)
+                self._drop(name)
             for view in _build(tx, some):
                 self._index.put(view)
+                self.hoped.put(view.once_wiped())
             self._generations.update((name, found[name]) for name in some)
+
+    def _drop(self, name: str) -> None:
+        self._index.drop(name)
+        self.hoped.drop(name)
 
 
 def _build(tx: Connection, names: Collection[str]) -> Iterator[HostView]:

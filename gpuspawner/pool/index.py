@@ -25,6 +25,7 @@ from gpuspawner.pool.choosing import Free, Mix, stranded
 from gpuspawner.pool.placement import Preference, Refusal, Shortfall, on_host, place
 from gpuspawner.pool.topology import Claim, HostView, Request
 
+_REFUSED_KEPT = 8  # requests; people ask for few kinds
 _AS_THEY_ARE: Mapping[str, HostView] = MappingProxyType({})
 
 
@@ -77,6 +78,7 @@ class _Host(NamedTuple):
             and self.open
             and _count(self.models, request) >= request.gpus
             and sum(cores for _, cores, _ in self.nodes) >= request.cores
+            and sum(max(0, mib) for _, _, mib in self.nodes) >= request.memory_mib
         )
 
 
@@ -91,6 +93,8 @@ class HostIndex:
         # What nodes strand, by the mix that it was reckoned with.
         self._mix: Mix = ()
         self._stranded: dict[tuple[tuple[str, ...], int, int], int] = {}
+        # Why a request was refused the last time, by the first host of each kind.
+        self._refused: dict[Request, dict[str, tuple[_Host, Shortfall]]] = {}
 
     @property
     def views(self) -> Mapping[str, HostView]:
@@ -178,12 +182,20 @@ class HostIndex:
         ]
 
     def _refusal(self, request: Request, alone: Mapping[str, HostView]) -> Refusal:
-        found = [on_host(request, view) for view in alone.values()]
-        for _, names in _others(self._hosts, alone):
-            first = on_host(request, self._views[names[0]])
-            if isinstance(first, Shortfall):
-                found.append(replace(first, alike=tuple(names[1:])))
-        return Refusal.of(request, [one for one in found if isinstance(one, Shortfall)])
+        """What is refused once is mostly asked for again, when few hosts have changed."""
+        before = self._refused.pop(request, {})
+        now: dict[str, tuple[_Host, Shortfall]] = {}
+        found = [_shortfall(request, view) for view in alone.values()]
+        for host, (first, *others) in _others(self._hosts, alone):
+            known, why = before.get(first, (None, None))
+            if why is None or known is not host:
+                why = _shortfall(request, self._views[first])
+            now[first] = host, why
+            found.append(replace(why, alike=tuple(others)) if others else why)
+        self._refused[request] = now
+        if len(self._refused) > _REFUSED_KEPT:
+            del self._refused[next(iter(self._refused))]
+        return Refusal.of(request, found)
 
     def _kinds(self, view: HostView) -> tuple[_Host, set[_Node]]:
         """What the host is alike others in: as a whole, and by each of its nodes if servers may
@@ -230,6 +242,12 @@ class HostIndex:
             for number, free, memory_mib in host.nodes
             if number >= 0
         }
+
+
+def _shortfall(request: Request, view: HostView) -> Shortfall:
+    found = on_host(request, view)
+    assert isinstance(found, Shortfall)  # it would have been placed there
+    return found
 
 
 def _count(models: tuple[str, ...], request: Request) -> int:

@@ -97,6 +97,7 @@ class Comparing(RuleBasedStateMachine):
         super().__init__()
         self.views: dict[str, HostView] = {}
         self.claims: list[Claim] = []
+        self.refused: list[Request] = []
 
     @initialize(
         prefer=st.sampled_from(["pack", "pack", "spread"]),
@@ -125,6 +126,14 @@ class Comparing(RuleBasedStateMachine):
         if isinstance(found, Claim):
             self.put(without(self.views[found.host], found))
             self.claims.append(found)
+        else:
+            self.refused.append(request)
+
+    @rule(which=st.integers(0, 99))
+    def ask_again(self, which: int) -> None:
+        """For what was refused before, on whatever has become of the hosts."""
+        if self.refused:
+            self.both(self.refused[which % len(self.refused)], {})
 
     @rule(request=REQUESTS, seen=st.lists(st.tuples(st.integers(0, 7), st.booleans()), max_size=3))
     def look(self, request: Request, seen: list[tuple[int, bool]]) -> None:
