@@ -177,10 +177,7 @@ def place_queue(
     promised: list[Claim] = []  # what older leases will take once their GPUs are wiped
     # Models that older leases wait for, each with the hosts where waiting helps them.
     ahead: list[tuple[str | None, frozenset[str]]] = []
-    stopping = lease_ledger.stopping_keys(tx)
-    for lease in lease_ledger.queued(tx):
-        if lease.key in stopping:
-            continue
+    for lease in lease_ledger.placeable(tx):
         home = home_ledger.of_key(tx, lease.key)
         request = _request(lease, home)
         hosts = placing.views.load(tx)
@@ -250,9 +247,7 @@ def _take(
     now_ms: int,
 ) -> LeaseRecord:
     """``seen`` is the generation of the host's view that the claim was found on."""
-    address = free_address(
-        host_ledger.cidr(tx, claim.host), lease_ledger.addresses_in_use(tx, claim.host)
-    )
+    address = free_address(*host_ledger.guest_addresses(tx, claim.host))
     assert address is not None  # hosts without one were left out
     mac = mac_of(address)
     if home is not None and home.host != claim.host:

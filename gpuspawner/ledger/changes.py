@@ -1,8 +1,8 @@
 """Which hosts this process has changed something about, so that a snapshot need not look at all.
 
-Only a hint of where to look: what a host is like is read from the ledger, and whether a snapshot of
-it is out of date is told by its generation there. It is complete because one allocator writes, in
-one thread, and because every change of what is free on a host is noted by ``gpus.touch_host``.
+Only a hint of where to look: what a host is like is read from the ledger. It is complete because
+one allocator writes, in one thread, and because every change of what is free on a host is noted by
+``gpus.touch_host``.
 """
 
 from __future__ import annotations

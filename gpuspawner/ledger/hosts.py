@@ -43,12 +43,20 @@ def every(tx: Connection) -> list[HostRecord]:
     return [host_record(row) for row in tx.execute(sa.select(t.hosts).order_by(t.hosts.c.name))]
 
 
-def cidr(tx: Connection, name: str) -> str:
-    """The range of a host's guests; ``NoResultFound`` if there is no such host."""
-    settings: dict[str, Any] = tx.execute(
-        sa.select(t.hosts.c.settings).where(t.hosts.c.name == name)
-    ).scalar_one()
-    return str(settings["cidr"])
+def guest_addresses(tx: Connection, name: str) -> tuple[str, frozenset[str]]:
+    """The range of a host's guests, and the addresses of it that leases hold.
+
+    Raises ``LookupError`` if there is no such host.
+    """
+    held = t.claimed_addresses.c
+    rows = tx.execute(
+        sa.select(t.hosts.c.settings, held.address)
+        .select_from(t.hosts.outerjoin(t.claimed_addresses, held.host == t.hosts.c.name))
+        .where(t.hosts.c.name == name)
+    ).all()
+    if not rows:
+        raise LookupError(name)
+    return rows[0].settings["cidr"], frozenset(row.address for row in rows if row.address)
 
 
 def set_state(tx: Connection, name: str, state: str, reason: str | None = None) -> None:

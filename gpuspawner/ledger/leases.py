@@ -99,15 +99,6 @@ def stopping_of_key(tx: Connection, key: tuple[str, str, str]) -> LeaseRecord | 
     return None if row is None else lease_record(row)
 
 
-def stopping_keys(tx: Connection) -> frozenset[tuple[str, str, str]]:
-    """The servers of which a lease still has its VM while it stops."""
-    of = t.leases.c
-    rows = tx.execute(
-        sa.select(of.hub_id, of.username, of.server_name).where(of.state == LeaseState.STOPPING)
-    )
-    return frozenset((row.hub_id, row.username, row.server_name) for row in rows)
-
-
 def open_leases(tx: Connection, host: str | None = None) -> list[LeaseRecord]:
     """All leases that have not ended, oldest first."""
     query = sa.select(t.leases).where(t.leases.c.state != LeaseState.ENDED)
@@ -134,6 +125,21 @@ def queued(tx: Connection) -> list[LeaseRecord]:
         .order_by(t.leases.c.created_ms, t.leases.c.id)
     )
     return [lease_record(row) for row in rows]
+
+
+def placeable(tx: Connection) -> list[LeaseRecord]:
+    """Leases that wait for a place, first come first, without those whose server still has the VM
+    of a predecessor."""
+    rows = tx.execute(
+        sa.select(t.leases)
+        .where(t.leases.c.state.in_((LeaseState.QUEUED, LeaseState.STOPPING)))
+        .order_by(t.leases.c.created_ms, t.leases.c.id)
+    )
+    found = [lease_record(row) for row in rows]
+    stopping = {lease.key for lease in found if lease.state is LeaseState.STOPPING}
+    return [
+        lease for lease in found if lease.state is LeaseState.QUEUED and lease.key not in stopping
+    ]
 
 
 def recent(tx: Connection, limit: int, username: str | None = None) -> list[LeaseRecord]:
@@ -211,15 +217,6 @@ def claim(
         address=address,
         mac=mac,
         wait_until_ms=None,
-    )
-
-
-def addresses_in_use(tx: Connection, host: str) -> frozenset[str]:
-    """Guest addresses that leases hold on a host."""
-    return frozenset(
-        tx.execute(
-            sa.select(t.claimed_addresses.c.address).where(t.claimed_addresses.c.host == host)
-        ).scalars()
     )
 
 

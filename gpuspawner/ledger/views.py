@@ -1,16 +1,16 @@
 """The pool in memory, as placement sees it.
 
 A decision must not read every host, nor may it be made on what is not so any more. So views are
-kept, and each transaction reads again those hosts alone that were changed since (``changes``) and
-have another generation than their view. At the first look, which is after every start, all are
-read. A claim compares the generation once more in its own transaction (``leases.claim``).
+kept, and each transaction reads again those hosts alone that were changed since (``changes``). At
+the first look, which is after every start, all are read. A claim compares the generation of its
+host's view with the ledger's in its own transaction (``leases.claim``).
 """
 
 from __future__ import annotations
 
 import ipaddress
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -43,10 +43,10 @@ class Views:
         surveyed are not among them."""
         changes = Changes.of(tx)
         if self._changes is not changes:
-            self._refresh(tx, None)
+            names = list(tx.execute(sa.select(t.hosts.c.name)).scalars())
+            self._refresh(tx, {*names, *self._index.views})
         elif changes.now != self._seen:
-            names = changes.since(self._seen)
-            self._refresh(tx, names if len(names) <= _AT_ONCE else None)
+            self._refresh(tx, changes.since(self._seen))
         self._changes, self._seen = changes, changes.now
         return self._index
 
@@ -54,31 +54,24 @@ class Views:
         """That of the host's view; ``KeyError`` if it has none."""
         return self._generations[host]
 
-    def _refresh(self, tx: Connection, names: list[str] | None) -> None:
-        query = sa.select(t.hosts.c.name, t.hosts.c.generation)
-        if names is not None:
-            query = query.where(t.hosts.c.name.in_(names))
-        found = {row.name: row.generation for row in tx.execute(query)}
-        asked = self._generations.keys() if names is None else set(names)
-        for name in asked - found.keys():
-            self._generations.pop(name, None)
-            self._drop(name)
-        stale = (name for name in found if self._generations.get(name) != found[name])
-        while some := list(islice(stale, _AT_ONCE)):
+    def _refresh(self, tx: Connection, names: Iterable[str]) -> None:
+        left = iter(names)
+        while some := list(islice(left, _AT_ONCE)):
             for name in some:
                 self._drop(name)
-            for view in _build(tx, some):
+            for generation, view in _build(tx, some):
                 self._index.put(view)
                 self.hoped.put(view.once_wiped())
-            self._generations.update((name, found[name]) for name in some)
+                self._generations[view.inventory.host] = generation
 
     def _drop(self, name: str) -> None:
         self._index.drop(name)
         self.hoped.drop(name)
+        self._generations.pop(name, None)
 
 
-def _build(tx: Connection, names: Collection[str]) -> Iterator[HostView]:
-    """Views of these hosts, without those that were never surveyed."""
+def _build(tx: Connection, names: Collection[str]) -> Iterator[tuple[int, HostView]]:
+    """Generations and views of these hosts, without those that were never surveyed."""
 
     def rows(of: sa.Column[str], *columns: sa.ColumnElement[Any]) -> Iterator[Any]:
         return iter(tx.execute(sa.select(of, *columns).where(of.in_(names))))
@@ -100,14 +93,15 @@ def _build(tx: Connection, names: Collection[str]) -> Iterator[HostView]:
     addresses = Counter(host for (host,) in rows(t.claimed_addresses.c.host))
     known = t.hosts.c
     for host in rows(
-        known.name, known.settings, known.inventory, known.state, known.drained, known.images
-    ):
+        known.name, known.generation, known.settings, known.inventory, known.state, known.drained,
+        known.images,
+    ):  # fmt: skip
         if host.inventory is None:
             continue
         # Without the network's own address, the broadcast address and the gateway.
         network = ipaddress.ip_network(host.settings["cidr"], strict=False)
         range_size = network.num_addresses - 3
-        yield HostView(
+        view = HostView(
             inventory=INVENTORY.validate_python(host.inventory),
             free_gpus=frozenset(free[host.name]),
             coming_gpus=frozenset(coming[host.name]),
@@ -119,3 +113,4 @@ def _build(tx: Connection, names: Collection[str]) -> Iterator[HostView]:
             free_addresses=max(0, range_size - addresses[host.name]),
             images=frozenset(host.images),
         )
+        yield host.generation, view

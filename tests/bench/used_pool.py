@@ -57,7 +57,9 @@ class Pool:
         return found
 
     def end_one(self, wiped: bool = True) -> None:
-        """Some server ends."""
+        """Some server ends, if there is one."""
+        if not self.claims:
+            return
         at = self.rng.randrange(len(self.claims))
         self.claims[at], self.claims[-1] = self.claims[-1], self.claims[at]
         _, claim = self.claims.pop()
