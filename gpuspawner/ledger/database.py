@@ -103,9 +103,10 @@ class Ledger:
         for attempt in range(1, _MAX_TRIES + 1):
             try:
                 return self._try(fn)
-            except Stale:
+            except Stale as error:
                 if attempt == _MAX_TRIES:
                     raise
+                log.warning("stale_snapshot error=%s: the decision is made again", error)
             except sa.exc.DBAPIError as error:
                 if attempt < _MAX_TRIES and _may_retry(error):
                     time.sleep(random.uniform(0, 0.002 * 2 ** min(attempt, 6)))
