@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import uuid
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gpuspawner.allocator.errors import ApiError
@@ -15,8 +15,9 @@ from gpuspawner.ledger import leases as lease_ledger
 from gpuspawner.ledger import limits as limit_ledger
 from gpuspawner.ledger.database import Transaction
 from gpuspawner.ledger.demand import Demand
-from gpuspawner.ledger.records import LeaseRecord
-from gpuspawner.pool.placement import Preference, Refusal, place
+from gpuspawner.ledger.records import HomeRecord, LeaseRecord
+from gpuspawner.ledger.views import Views
+from gpuspawner.pool.placement import Preference, Refusal
 from gpuspawner.pool.quota import Excess, excess
 from gpuspawner.pool.states import COMING, HELD, EndReason, GpuState, LeaseState
 from gpuspawner.pool.topology import Claim, HostView, Request
@@ -30,14 +31,13 @@ class Rules:
     max_wait_ms: int
 
 
-@dataclass(frozen=True, slots=True)
 class Placing:
     """What places are chosen by: the hosts, what is asked for these days, and whether servers
     are packed or spread (``pool.placement.place``)."""
 
-    views: host_ledger.Views = field(default_factory=host_ledger.Views)
-    demand: Demand = field(default_factory=Demand)
-    prefer: Preference = "pack"
+    def __init__(self, prefer: Preference = "pack") -> None:
+        self.views = Views(prefer)
+        self.demand = Demand()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,8 @@ def acquire(
     """
     key = (hub_id, body.username, body.server_name)
     fingerprint = lease_ledger.body_hash(body.model_dump(mode="json", exclude={"payload"}))
-    known = lease_ledger.of_start(tx, key, body.start_id)
+    mine = lease_ledger.of_server(tx, key, body.start_id)
+    known = next((one for one in mine if one.start_id == body.start_id), None)
     if known is not None:
         if known.body_hash != fingerprint:
             raise ApiError(
@@ -101,30 +102,45 @@ def acquire(
         }
         return Acquired(lease_ledger.insert(tx, values, text), True)
 
-    old = lease_ledger.live_of_key(tx, key)
-    if old is not None:
-        lease_ledger.stop(tx, old.id, EndReason.SUPERSEDED, "The server was started anew.", now_ms)
+    text = "The server was started anew."
+    before = [
+        lease_ledger.stop(tx, one.id, EndReason.SUPERSEDED, text, now_ms)
+        if one.state in lease_ledger.LIVE
+        else one
+        for one in mine
+    ]
     lease = lease_ledger.insert(tx, values, "Asked for a place.")
-    over = excess(
-        limit_ledger.load(tx),
-        limit_ledger.holdings(tx, key),
-        username=body.username,
-        groups=body.groups,
-        gpus=body.request.gpus,
-    )
+    over = _excess(tx, key, body)
     if over is not None:
         return _refused(tx, lease, limit_error(over), now_ms)
-    stopping = lease_ledger.stopping_of_key(tx, key)
+    stopping = next((one for one in before if one.state is LeaseState.STOPPING), None)
     if stopping is not None:
         text = f"Waiting for your previous server to stop.{_silent(tx, stopping)}"
         lease_ledger.add_event(tx, lease, now_ms, "progress", 1, text)
         return Acquired(lease, True)
-    refusal = place_queue(tx, placing, now_ms).get(lease.id)
+    placed, waiting = place_queue(tx, placing, now_ms)
+    refusal = waiting.get(lease.id)
     if refusal is not None:
         if not refusal.can_wait:
             return _refused(tx, lease, capacity_error(tx, lease, refusal), now_ms)
         lease_ledger.add_event(tx, lease, now_ms, "progress", 1, waiting_text(tx, lease, refusal))
-    return Acquired(lease_ledger.need(tx, lease.id), True)
+    return Acquired(placed.get(lease.id, lease), True)
+
+
+def _excess(tx: Transaction, key: tuple[str, str, str], body: AcquireLease) -> Excess | None:
+    """The limit that the request would break. Of what others hold no more is read than the limits
+    that are set need."""
+    limits = limit_ledger.load(tx)
+    in_group = limits.on_groups(body.groups)
+    if not in_group and not limits.on_user(body.username):
+        return None
+    return excess(
+        limits,
+        limit_ledger.holdings(tx, key, None if in_group else body.username),
+        username=body.username,
+        groups=body.groups,
+        gpus=body.request.gpus,
+    )
 
 
 def _silent(tx: Transaction, lease: LeaseRecord) -> str:
@@ -146,60 +162,57 @@ def limit_error(over: Excess) -> ApiError:
     return ApiError(403, "limit", over.sentence(), constraint=f"limit-{over.kind}")
 
 
-def place_queue(tx: Transaction, placing: Placing, now_ms: int) -> dict[str, Refusal]:
-    """Give places to waiting leases, first come first served; returns why others still wait.
+def place_queue(
+    tx: Transaction, placing: Placing, now_ms: int
+) -> tuple[dict[str, LeaseRecord], dict[str, Refusal]]:
+    """Give places to waiting leases, first come first served; returns those that have got one,
+    and why others still wait, by their ids.
 
     A younger lease never passes an older one that waits for GPUs of a kind it could use itself,
     and never takes the cores and the memory that an older one will need beside its GPUs. A lease
     whose predecessor still stops waits without holding up others.
     """
+    placed: dict[str, LeaseRecord] = {}
     waiting: dict[str, Refusal] = {}
     promised: list[Claim] = []  # what older leases will take once their GPUs are wiped
     # Models that older leases wait for, each with the hosts where waiting helps them.
     ahead: list[tuple[str | None, frozenset[str]]] = []
-    for lease in lease_ledger.queued(tx):
-        if lease_ledger.stopping_of_key(tx, lease.key):
-            continue
-        request = _request(tx, lease)
+    for lease in lease_ledger.placeable(tx):
+        home = home_ledger.of_key(tx, lease.key)
+        request = _request(lease, home)
+        hosts = placing.views.load(tx)
+        mix = placing.demand.mix(tx)
+        after = {claim.host: _after(hosts.views[claim.host], promised) for claim in promised}
         taken = {
             host
-            for model, hosts in ahead
-            for host in hosts
+            for model, helping in ahead
+            for host in helping
             if request.gpus and _compete(request.gpu_model, model)
         }
-        views = [_after(view, promised) for view in placing.views.load(tx)]
-        mix = placing.demand.mix(tx)
-        found = place(request, [_behind(view, taken) for view in views], mix, placing.prefer)
+        behind = {host: _behind(after.get(host, hosts.views[host])) for host in taken}
+        found = hosts.place(request, mix, after | behind)
         if not isinstance(found, Refusal):
-            _take(tx, lease, found, now_ms)
+            seen = placing.views.generation(found.host)
+            placed[lease.id] = _take(tx, lease, home, found, seen, now_ms)
             continue
         waiting[lease.id] = found
         if request.gpus and found.can_wait:
-            helping = frozenset(one.host for one in found.shortfalls if one.waiting_helps)
-            ahead.append((request.gpu_model, helping))
-            hoped = place(request, [_hoped(view) for view in views], mix, placing.prefer)
-            if not isinstance(hoped, Refusal):
-                promised.append(hoped)
-    return waiting
+            ahead.append((request.gpu_model, found.helping))
+            hoped = {host: view.once_wiped() for host, view in after.items()}
+            hope = placing.views.hoped.place(request, mix, hoped)
+            if not isinstance(hope, Refusal):
+                promised.append(hope)
+    return placed, waiting
 
 
-def _behind(view: HostView, taken: set[str]) -> HostView:
+def _behind(view: HostView) -> HostView:
     """The host as who comes later sees it: free GPUs that somebody older waits for are coming."""
-    if view.inventory.host not in taken:
-        return view
     return replace(view, free_gpus=frozenset(), coming_gpus=view.coming_gpus | view.free_gpus)
-
-
-def _hoped(view: HostView) -> HostView:
-    """The host as it will be when its GPUs are wiped."""
-    return replace(view, free_gpus=view.free_gpus | view.coming_gpus)
 
 
 def _after(view: HostView, promised: list[Claim]) -> HostView:
     """The host without the cores and the memory that somebody older will take."""
     claims = [claim for claim in promised if claim.host == view.inventory.host]
-    if not claims:
-        return view
     used_mib = dict(view.used_mib)
     for cell in (cell for claim in claims for cell in claim.cells):
         used_mib[cell.node] = used_mib.get(cell.node, 0) + cell.memory_mib
@@ -211,8 +224,7 @@ def _compete(mine: str | None, older: str | None) -> bool:
     return mine is None or older is None or mine == older
 
 
-def _request(tx: Transaction, lease: LeaseRecord) -> Request:
-    home = home_ledger.of_key(tx, lease.key)
+def _request(lease: LeaseRecord, home: HomeRecord | None) -> Request:
     wanted = lease.request
     return Request(
         gpus=wanted["gpus"],
@@ -226,13 +238,18 @@ def _request(tx: Transaction, lease: LeaseRecord) -> Request:
     )
 
 
-def _take(tx: Transaction, lease: LeaseRecord, claim: Claim, now_ms: int) -> None:
-    host = host_ledger.get(tx, claim.host)
-    assert host is not None
-    address = free_address(host.settings["cidr"], lease_ledger.addresses_in_use(tx, claim.host))
+def _take(
+    tx: Transaction,
+    lease: LeaseRecord,
+    home: HomeRecord | None,
+    claim: Claim,
+    seen: int,
+    now_ms: int,
+) -> LeaseRecord:
+    """``seen`` is the generation of the host's view that the claim was found on."""
+    address = free_address(*host_ledger.guest_addresses(tx, claim.host))
     assert address is not None  # hosts without one were left out
     mac = mac_of(address)
-    home = home_ledger.of_key(tx, lease.key)
     if home is not None and home.host != claim.host:
         home_ledger.trash(tx, lease.key, now_ms)  # never used, and on another host
         home = None
@@ -244,7 +261,7 @@ def _take(tx: Transaction, lease: LeaseRecord, claim: Claim, now_ms: int) -> Non
     nodes = ", ".join(str(cell.node) for cell in claim.cells)
     where = f"host {claim.host}, NUMA node{'s' if len(claim.cells) > 1 else ''} {nodes}"
     what = f"GPU {', '.join(claim.gpus)} on {where}" if claim.gpus else where.capitalize()
-    lease_ledger.claim(tx, lease, claim, address, mac, now_ms, f"You have {what}.")
+    return lease_ledger.claim(tx, lease, claim, seen, address, mac, now_ms, f"You have {what}.")
 
 
 def free_address(cidr: str, used: frozenset[str]) -> str | None:
@@ -268,7 +285,7 @@ def mac_of(address: str) -> str:
 def serve_queue(tx: Transaction, placing: Placing, now_ms: int) -> dict[str, Refusal]:
     """Place who can be placed, and end the waiting of those whose time is up or whose hope is
     gone. Returns why the others still wait."""
-    waiting = place_queue(tx, placing, now_ms)
+    _placed, waiting = place_queue(tx, placing, now_ms)
     for lease in lease_ledger.queued(tx):
         refusal = waiting.get(lease.id)
         if refusal is not None and not refusal.can_wait:
@@ -296,7 +313,8 @@ def waiting_text(tx: Transaction, lease: LeaseRecord, refusal: Refusal) -> str:
         return "Waiting: the GPU host is being looked at."
     if refusal.constraint == "image":
         return "Waiting: the image is being copied to the host."
-    coming = sum(1 for gpu in gpu_ledger.every(tx) if gpu.state in COMING)
+    states = gpu_ledger.count(tx)
+    coming = sum(states[state] for state in COMING)
     ahead = [one.id for one in lease_ledger.queued(tx)].index(lease.id)
     place_text = f" {ahead} ahead of you." if ahead else ""
     return f"Waiting for a GPU: {coming} being wiped and checked after use.{place_text}"
@@ -305,25 +323,22 @@ def waiting_text(tx: Transaction, lease: LeaseRecord, refusal: Refusal) -> str:
 def capacity_error(tx: Transaction, lease: LeaseRecord, refusal: Refusal) -> ApiError:
     """503 with the constraint that failed, its numbers, and what to do."""
     model = lease.request["gpu_model"]
-    matching = [gpu for gpu in gpu_ledger.every(tx) if model is None or gpu.model == model]
-    in_use = sum(1 for gpu in matching if gpu.state in HELD)
+    states = gpu_ledger.count(tx, model)
+    matching = states.total()
+    in_use = sum(states[state] for state in HELD)
     if not refusal.shortfalls:
         text = "The pool has no GPU host yet. An admin adds one with 'gpuspawner host add'."
     elif lease.request["gpus"] and not matching:
         text = f"The pool has no {model or 'GPU'}. Choose another profile."
-    elif refusal.constraint == "gpu" and in_use == len(matching):
+    elif refusal.constraint == "gpu" and in_use == matching:
         what = "GPUs" if model is None else f"× {model}"
         which = f"All {in_use} {what} are" if in_use > 1 else f"The only {model or 'GPU'} is"
         text = f"{which} in use. Try again when somebody has stopped, or choose another profile."
     elif refusal.constraint == "gpu":
-        out = sum(
-            1
-            for gpu in matching
-            if gpu.state not in HELD and gpu.state not in COMING and gpu.state is not GpuState.NEW
-            and gpu.state is not GpuState.UNASSIGNED
-        )  # fmt: skip
+        serving = (*HELD, *COMING, GpuState.NEW, GpuState.UNASSIGNED)
+        out = matching - sum(states[state] for state in serving)
         text = (
-            f"No {model or 'GPU'} can be had: {len(matching)} in the pool, {in_use} in use, "
+            f"No {model or 'GPU'} can be had: {matching} in the pool, {in_use} in use, "
             f"{out} out of service. {refusal.sentence()}"
         )
     elif refusal.constraint in ("reachable", "drained"):
@@ -336,7 +351,12 @@ def capacity_error(tx: Transaction, lease: LeaseRecord, refusal: Refusal) -> Api
         text,
         constraint=refusal.constraint,
         details=[
-            {"host": one.host, "constraint": one.constraint, "text": one.text}
+            {
+                "host": one.host,
+                "constraint": one.constraint,
+                "text": one.text,
+                "alike": list(one.alike),
+            }
             for one in refusal.shortfalls
         ],
         retry_after_s=60,

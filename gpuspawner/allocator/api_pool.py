@@ -67,7 +67,7 @@ class PoolApi:
         """All hosts with what is free."""
 
         def read(tx: Transaction) -> list[schema.Host]:
-            known = {view.inventory.host: view for view in self.ctx.placing.views.load(tx)}
+            known = self.ctx.placing.views.load(tx).views
             return [views.host(one, known.get(one.name)) for one in host_ledger.every(tx)]
 
         return Answer(200, {"hosts": await self.ctx.ledger.read(read)})
@@ -75,7 +75,7 @@ class PoolApi:
     async def _host(self, name: str) -> schema.Host:
         def read(tx: Transaction) -> schema.Host | None:
             record = host_ledger.get(tx, name)
-            known = {view.inventory.host: view for view in self.ctx.placing.views.load(tx)}
+            known = self.ctx.placing.views.load(tx).views
             return None if record is None else views.host(record, known.get(name))
 
         host = await self.ctx.ledger.read(read)

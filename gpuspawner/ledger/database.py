@@ -18,6 +18,7 @@ from alembic.config import Config as AlembicConfig
 from sqlalchemy import Connection, Engine, event
 
 from gpuspawner.ledger import tables
+from gpuspawner.ledger.changes import OPTION, Changes, Stale
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -49,7 +50,9 @@ class Ledger:
         self.url = url
         self.instance = ""
         self.epoch = 0
+        self._changes = Changes()
         self._engine = _engine(url)
+        self._engine.update_execution_options(**{OPTION: self._changes})
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ledger")
         self.deposed = asyncio.Event()
 
@@ -99,14 +102,11 @@ class Ledger:
     def _transaction(self, fn: Callable[[Connection], T]) -> T:
         for attempt in range(1, _MAX_TRIES + 1):
             try:
-                with self._engine.begin() as tx:
-                    epoch = tx.execute(sa.select(tables.installation.c.epoch)).scalar_one()
-                    if epoch != self.epoch:
-                        raise Deposed(
-                            f"Another allocator (epoch {epoch}) uses this database; this one is "
-                            f"epoch {self.epoch} and stops."
-                        )
-                    return fn(tx)
+                return self._try(fn)
+            except Stale as error:
+                if attempt == _MAX_TRIES:
+                    raise
+                log.warning("stale_snapshot error=%s: the decision is made again", error)
             except sa.exc.DBAPIError as error:
                 if attempt < _MAX_TRIES and _may_retry(error):
                     time.sleep(random.uniform(0, 0.002 * 2 ** min(attempt, 6)))
@@ -119,6 +119,21 @@ class Ledger:
                     ) from error
                 raise
         raise AssertionError("unreachable")
+
+    def _try(self, fn: Callable[[Connection], T]) -> T:
+        began = self._changes.now
+        try:
+            with self._engine.begin() as tx:
+                epoch = tx.execute(sa.select(tables.installation.c.epoch)).scalar_one()
+                if epoch != self.epoch:
+                    raise Deposed(
+                        f"Another allocator (epoch {epoch}) uses this database; this one is "
+                        f"epoch {self.epoch} and stops."
+                    )
+                return fn(tx)
+        except BaseException:
+            self._changes.undone(began)
+            raise
 
 
 def _may_retry(error: sa.exc.DBAPIError) -> bool:

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import secrets
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy import Connection
 
 from gpuspawner.ledger import tables as t
+from gpuspawner.ledger.changes import Changes
 from gpuspawner.ledger.records import IDENTITY, GpuRecord, gpu_record
 from gpuspawner.pool.states import GpuState, check_gpu_step
 from gpuspawner.pool.topology import Gpu
 from gpuspawner.pool.verdict import Identity
 
 
-def touch_host(tx: Connection, host: str) -> None:
-    """Something about what is free on the host has changed: snapshots of it are stale."""
-    tx.execute(
-        t.hosts.update().where(t.hosts.c.name == host).values(generation=secrets.randbits(62))
-    )
+def touch_host(tx: Connection, host: str, seen: int | None = None) -> bool:
+    """Something about what is free on the host has changed: snapshots of it are stale.
+
+    With ``seen`` only if that still is the host's generation; false if it is not.
+    """
+    Changes.of(tx).note(host)
+    change = t.hosts.update().where(t.hosts.c.name == host)
+    if seen is not None:
+        change = change.where(t.hosts.c.generation == seen)
+    return tx.execute(change.values(generation=secrets.randbits(62))).rowcount == 1
 
 
 def add(tx: Connection, host: str, gpu: Gpu, now_ms: int) -> None:
@@ -60,6 +68,14 @@ def every(tx: Connection) -> list[GpuRecord]:
     return [gpu_record(row) for row in rows]
 
 
+def count(tx: Connection, model: str | None = None) -> Counter[GpuState]:
+    """How many GPUs, all or those of one model, are in each state."""
+    query = sa.select(t.gpus.c.state, sa.func.count()).group_by(t.gpus.c.state)
+    if model is not None:
+        query = query.where(t.gpus.c.model == model)
+    return Counter({GpuState(state): number for state, number in tx.execute(query)})
+
+
 def move(
     tx: Connection,
     gpu: GpuRecord,
@@ -75,32 +91,47 @@ def move(
     Reservation makes it dirty. Raises ``IllegalTransition`` for a step that the table lacks, and
     ``RuntimeError`` if the GPU has moved meanwhile, which one writer rules out.
     """
-    check_gpu_step(gpu.state, state)
-    if state is GpuState.RESERVED:
+    _step(tx, gpu.host, (gpu.address,), gpu.state, state, now_ms, reason, owner, **changes)
+    touch_host(tx, gpu.host)
+
+
+def reserve(
+    tx: Connection,
+    host: str,
+    addresses: Sequence[str],
+    now_ms: int,
+    *,
+    owner: str,
+    lease_id: str,
+) -> None:
+    """Take free GPUs for a lease, as ``move`` would one by one. Who claims touches the host."""
+    old, new = GpuState.UNASSIGNED, GpuState.RESERVED
+    _step(tx, host, addresses, old, new, now_ms, None, owner, lease_id=lease_id)
+
+
+def _step(
+    tx: Connection,
+    host: str,
+    addresses: Sequence[str],
+    old: GpuState,
+    new: GpuState,
+    now_ms: int,
+    reason: str | None,
+    owner: str | None,
+    **changes: Any,
+) -> None:
+    check_gpu_step(old, new)
+    if new is GpuState.RESERVED:
         changes["dirty"] = True
     changed = tx.execute(
         t.gpus.update()
-        .where(
-            t.gpus.c.host == gpu.host,
-            t.gpus.c.address == gpu.address,
-            t.gpus.c.state == gpu.state,
-        )
-        .values(state=state, since_ms=now_ms, reason=reason, **changes)
+        .where(t.gpus.c.host == host, t.gpus.c.address.in_(addresses), t.gpus.c.state == old)
+        .values(state=new, since_ms=now_ms, reason=reason, **changes)
     ).rowcount
-    if changed != 1:
-        raise RuntimeError(f"GPU {gpu.host} {gpu.address} is not in state {gpu.state} any more")
-    tx.execute(
-        t.gpu_history.insert().values(
-            host=gpu.host,
-            address=gpu.address,
-            at_ms=now_ms,
-            old=gpu.state,
-            new=state,
-            reason=reason,
-            owner=owner,
-        )
-    )
-    touch_host(tx, gpu.host)
+    if changed != len(addresses):
+        raise RuntimeError(f"GPU {host} {', '.join(addresses)} is not in state {old} any more")
+    line = {"host": host, "at_ms": now_ms, "old": old, "new": new, "reason": reason, "owner": owner}
+    tx.execute(t.gpu_history.insert(), [{**line, "address": address} for address in addresses])
 
 
 def set_model(tx: Connection, host: str, address: str, model: str) -> None:

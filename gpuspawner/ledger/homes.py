@@ -30,7 +30,7 @@ def add(
     volume: str,
     size_mib: int,
     now_ms: int,
-) -> HomeRecord:
+) -> None:
     """A home for a server that has none. The volume's name is stored, never derived again."""
     tx.execute(
         t.homes.insert().values(
@@ -45,9 +45,6 @@ def add(
             created_ms=now_ms,
         )
     )
-    home = of_key(tx, key)
-    assert home is not None
-    return home
 
 
 def mark_used(tx: Connection, home_id: str) -> None:

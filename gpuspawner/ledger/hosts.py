@@ -1,9 +1,7 @@
-"""Hosts in the ledger, and the views of them that placement decides on."""
+"""Hosts in the ledger."""
 
 from __future__ import annotations
 
-import ipaddress
-from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,8 +11,8 @@ from sqlalchemy import Connection
 from gpuspawner.ledger import gpus as gpu_ledger
 from gpuspawner.ledger import tables as t
 from gpuspawner.ledger.records import INVENTORY, HostRecord, host_record
-from gpuspawner.pool.states import COMING, GpuState
-from gpuspawner.pool.topology import HostView, Inventory
+from gpuspawner.pool.states import GpuState
+from gpuspawner.pool.topology import Inventory
 
 
 def add(tx: Connection, name: str, settings: dict[str, Any]) -> bool:
@@ -30,6 +28,7 @@ def add(tx: Connection, name: str, settings: dict[str, Any]) -> bool:
             name=name, settings=settings, state="new", drained=False, images=[], generation=1
         )
     )
+    gpu_ledger.touch_host(tx, name)
     return True
 
 
@@ -42,6 +41,22 @@ def get(tx: Connection, name: str) -> HostRecord | None:
 def every(tx: Connection) -> list[HostRecord]:
     """All hosts by name."""
     return [host_record(row) for row in tx.execute(sa.select(t.hosts).order_by(t.hosts.c.name))]
+
+
+def guest_addresses(tx: Connection, name: str) -> tuple[str, frozenset[str]]:
+    """The range of a host's guests, and the addresses of it that leases hold.
+
+    Raises ``LookupError`` if there is no such host.
+    """
+    held = t.claimed_addresses.c
+    rows = tx.execute(
+        sa.select(t.hosts.c.settings, held.address)
+        .select_from(t.hosts.outerjoin(t.claimed_addresses, held.host == t.hosts.c.name))
+        .where(t.hosts.c.name == name)
+    ).all()
+    if not rows:
+        raise LookupError(name)
+    return rows[0].settings["cidr"], frozenset(row.address for row in rows if row.address)
 
 
 def set_state(tx: Connection, name: str, state: str, reason: str | None = None) -> None:
@@ -112,64 +127,3 @@ def record_survey(tx: Connection, inventory: Inventory, now_ms: int) -> bool:
             gpu_ledger.move(tx, record, GpuState.USED, now_ms, reason=reason)
     gpu_ledger.touch_host(tx, inventory.host)
     return rebooted
-
-
-class Views:
-    """Snapshots of hosts for placement, rebuilt only for hosts whose generation has changed."""
-
-    def __init__(self) -> None:
-        self._cache: dict[str, tuple[int, HostView]] = {}
-
-    def load(self, tx: Connection) -> list[HostView]:
-        """The views as they are in this transaction. Hosts never surveyed have none."""
-        views: list[HostView] = []
-        for name, generation in tx.execute(
-            sa.select(t.hosts.c.name, t.hosts.c.generation).order_by(t.hosts.c.name)
-        ):
-            cached = self._cache.get(name)
-            if cached is None or cached[0] != generation:
-                view = _build(tx, name)
-                if view is None:
-                    continue
-                cached = (generation, view)
-                self._cache[name] = cached
-            views.append(cached[1])
-        return views
-
-
-def _build(tx: Connection, name: str) -> HostView | None:
-    host = get(tx, name)
-    if host is None or host.inventory is None:
-        return None
-    records = gpu_ledger.of_host(tx, name)
-    cpus = tx.execute(sa.select(t.claimed_cpus.c.cpu).where(t.claimed_cpus.c.host == name))
-    addresses = tx.execute(
-        sa.select(sa.func.count())
-        .select_from(t.claimed_addresses)
-        .where(t.claimed_addresses.c.host == name)
-    ).scalar_one()
-    # Without the network's own address, the broadcast address and the gateway.
-    range_size = ipaddress.ip_network(host.settings["cidr"], strict=False).num_addresses - 3
-    used_mib: dict[int, int] = defaultdict(int)
-    for node, mib in tx.execute(
-        sa.select(t.claimed_memory.c.node, t.claimed_memory.c.mib).where(
-            t.claimed_memory.c.host == name
-        )
-    ):
-        used_mib[node] += mib
-    return HostView(
-        inventory=host.inventory,
-        free_gpus=frozenset(
-            gpu.address for gpu in records if gpu.state is GpuState.UNASSIGNED and not gpu.holds
-        ),
-        coming_gpus=frozenset(
-            gpu.address for gpu in records if gpu.state in COMING and not gpu.holds
-        ),
-        used_cpus=frozenset(cpus.scalars()),
-        used_mib=dict(used_mib),
-        drained=host.drained,
-        reachable=host.state == "ready",
-        connecting=host.state == "new",
-        free_addresses=max(0, range_size - addresses),
-        images=host.images,
-    )

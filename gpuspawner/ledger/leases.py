@@ -15,6 +15,7 @@ from sqlalchemy import Connection
 
 from gpuspawner.ledger import gpus as gpu_ledger
 from gpuspawner.ledger import tables as t
+from gpuspawner.ledger.changes import Stale
 from gpuspawner.ledger.records import CLAIM, EventRecord, LeaseRecord, event_record, lease_record
 from gpuspawner.pool.states import (
     OPEN_LEASES,
@@ -54,6 +55,19 @@ def of_start(tx: Connection, key: tuple[str, str, str], start_id: str) -> LeaseR
         sa.select(t.leases).where(*_key(t.leases, key), t.leases.c.start_id == start_id)
     ).one_or_none()
     return None if row is None else lease_record(row)
+
+
+def of_server(tx: Connection, key: tuple[str, str, str], start_id: str) -> list[LeaseRecord]:
+    """The server's open leases and the one of this start, oldest first."""
+    rows = tx.execute(
+        sa.select(t.leases)
+        .where(
+            *_key(t.leases, key),
+            sa.or_(t.leases.c.start_id == start_id, t.leases.c.state != LeaseState.ENDED),
+        )
+        .order_by(t.leases.c.created_ms)
+    )
+    return [lease_record(row) for row in rows]
 
 
 def live_of_key(tx: Connection, key: tuple[str, str, str]) -> LeaseRecord | None:
@@ -113,6 +127,21 @@ def queued(tx: Connection) -> list[LeaseRecord]:
     return [lease_record(row) for row in rows]
 
 
+def placeable(tx: Connection) -> list[LeaseRecord]:
+    """Leases that wait for a place, first come first, without those whose server still has the VM
+    of a predecessor."""
+    rows = tx.execute(
+        sa.select(t.leases)
+        .where(t.leases.c.state.in_((LeaseState.QUEUED, LeaseState.STOPPING)))
+        .order_by(t.leases.c.created_ms, t.leases.c.id)
+    )
+    found = [lease_record(row) for row in rows]
+    stopping = {lease.key for lease in found if lease.state is LeaseState.STOPPING}
+    return [
+        lease for lease in found if lease.state is LeaseState.QUEUED and lease.key not in stopping
+    ]
+
+
 def recent(tx: Connection, limit: int, username: str | None = None) -> list[LeaseRecord]:
     """The newest leases, ended ones included."""
     query = sa.select(t.leases).order_by(t.leases.c.created_ms.desc()).limit(limit)
@@ -133,8 +162,8 @@ def failed_boots_since(tx: Connection, since_ms: int) -> frozenset[str]:
 
 def insert(tx: Connection, values: dict[str, Any], message: str) -> LeaseRecord:
     """A new lease with its first event."""
-    tx.execute(t.leases.insert().values(**values))
-    lease = need(tx, values["id"])
+    row = tx.execute(t.leases.insert().values(**values).returning(t.leases)).one()
+    lease = lease_record(row)
     add_event(tx, lease, values["created_ms"], "state", 0, message)
     return lease
 
@@ -143,15 +172,25 @@ def claim(
     tx: Connection,
     lease: LeaseRecord,
     wanted: Claim,
+    seen: int,
     address: str,
     mac: str,
     now_ms: int,
     message: str,
 ) -> LeaseRecord:
-    """Give a lease its place. The primary keys of the claim tables refuse a second owner."""
+    """Give a lease its place, which was found on the host as it was in generation ``seen``.
+
+    Raises ``Stale`` if the host has changed since; and the primary keys of the claim tables refuse
+    a second owner whatever was seen.
+    """
+    if not gpu_ledger.touch_host(tx, wanted.host, seen):
+        raise Stale(f"host {wanted.host} is not in generation {seen} any more")
     rows = [{"host": wanted.host, "address": gpu, "owner": lease.id} for gpu in wanted.gpus]
     if rows:
         tx.execute(t.claimed_gpus.insert(), rows)
+        gpu_ledger.reserve(
+            tx, wanted.host, wanted.gpus, now_ms, owner=lease.username, lease_id=lease.id
+        )
     tx.execute(
         t.claimed_cpus.insert(),
         [{"host": wanted.host, "cpu": cpu, "owner": lease.id} for cpu in wanted.cpus],
@@ -166,11 +205,6 @@ def claim(
     tx.execute(
         t.claimed_addresses.insert().values(host=wanted.host, address=address, owner=lease.id)
     )
-    for gpu_address in wanted.gpus:
-        gpu = gpu_ledger.get(tx, wanted.host, gpu_address)
-        assert gpu is not None
-        gpu_ledger.move(tx, gpu, GpuState.RESERVED, now_ms, owner=lease.username, lease_id=lease.id)
-    gpu_ledger.touch_host(tx, wanted.host)
     return move(
         tx,
         lease,
@@ -186,15 +220,6 @@ def claim(
     )
 
 
-def addresses_in_use(tx: Connection, host: str) -> frozenset[str]:
-    """Guest addresses that leases hold on a host."""
-    return frozenset(
-        tx.execute(
-            sa.select(t.claimed_addresses.c.address).where(t.claimed_addresses.c.host == host)
-        ).scalars()
-    )
-
-
 def move(
     tx: Connection,
     lease: LeaseRecord,
@@ -206,14 +231,15 @@ def move(
 ) -> LeaseRecord:
     """Take a lease one step on and tell its story."""
     check_lease_step(lease.state, state)
-    changed = tx.execute(
+    row = tx.execute(
         t.leases.update()
         .where(t.leases.c.id == lease.id, t.leases.c.state == lease.state)
         .values(state=state, **changes)
-    ).rowcount
-    if changed != 1:
+        .returning(t.leases)
+    ).one_or_none()
+    if row is None:
         raise RuntimeError(f"lease {lease.id} is not in state {lease.state} any more")
-    moved = need(tx, lease.id)
+    moved = lease_record(row)
     add_event(tx, moved, now_ms, "state", progress, told)
     return moved
 

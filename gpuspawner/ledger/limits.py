@@ -8,7 +8,7 @@ from sqlalchemy import Connection
 from gpuspawner.ledger import audit as audit_ledger
 from gpuspawner.ledger import tables as t
 from gpuspawner.pool.quota import Holding, Limits
-from gpuspawner.pool.states import LeaseState
+from gpuspawner.pool.states import OPEN_LEASES
 
 
 def load(tx: Connection) -> Limits:
@@ -21,9 +21,16 @@ def load(tx: Connection) -> Limits:
     return Limits(default, by_kind["user"], by_kind["group"])
 
 
-def holdings(tx: Connection, besides: tuple[str, str, str] | None = None) -> list[Holding]:
-    """What all open leases hold, except those of one server."""
-    rows = tx.execute(sa.select(t.leases).where(t.leases.c.state != LeaseState.ENDED))
+def holdings(
+    tx: Connection, besides: tuple[str, str, str] | None = None, username: str | None = None
+) -> list[Holding]:
+    """What all open leases hold, or those of one user, except those of one server."""
+    of = t.leases.c
+    query = sa.select(of.hub_id, of.username, of.server_name, of.groups, of.request)
+    query = query.where(of.state.in_(sorted(OPEN_LEASES)))
+    if username is not None:
+        query = query.where(of.username == username)
+    rows = tx.execute(query)
     return [
         Holding(row.username, row.server_name, tuple(row.groups), row.request["gpus"])
         for row in rows

@@ -127,6 +127,7 @@ leases = Table(
     UniqueConstraint("hub_id", "username", "server_name", "start_id"),
     Index(None, "state"),
     Index(None, "created_ms"),
+    Index(None, "username", "state"),
 )
 
 early_releases = Table(

@@ -8,7 +8,7 @@ that fits nowhere is refused with each constraint that failed and its numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,13 +22,16 @@ Preference = Literal["pack", "spread"]
 @dataclass(frozen=True, slots=True)
 class Shortfall:
     """One constraint that failed on one host. ``waiting_helps`` says that GPUs which are being
-    wiped would satisfy it; ``hopeless``, that the host never has what is asked for."""
+    wiped would satisfy it; ``hopeless``, that the host never has what is asked for. ``alike`` are
+    other hosts of which the same is true but for the name, where they are not listed themselves.
+    """
 
     host: str
     constraint: str  # reachable, drained, address, image, home, gpu, cores, memory
     text: str
     waiting_helps: bool = False
     hopeless: bool = False
+    alike: tuple[str, ...] = ()
 
     @property
     def nearness(self) -> int:
@@ -42,10 +45,22 @@ class Refusal:
 
     shortfalls: tuple[Shortfall, ...]
 
+    @classmethod
+    def of(cls, request: Request, shortfalls: Iterable[Shortfall]) -> Refusal:
+        """In order of the hosts, that of the home first: no other could have taken the request."""
+        return cls(tuple(sorted(shortfalls, key=lambda s: (s.host != request.home_host, s.host))))
+
     @property
     def can_wait(self) -> bool:
         """A fitting GPU is used or being diagnosed: waiting may be enough."""
         return any(shortfall.waiting_helps for shortfall in self.shortfalls)
+
+    @property
+    def helping(self) -> frozenset[str]:
+        """The hosts on which waiting may be enough."""
+        return frozenset(
+            name for one in self.shortfalls if one.waiting_helps for name in (one.host, *one.alike)
+        )
 
     @property
     def constraint(self) -> str:
@@ -111,10 +126,7 @@ def place(
         else:
             fits.extend(found)
     if not fits:
-        # The host of the home comes first: no other could have taken the request.
-        return Refusal(
-            tuple(sorted(shortfalls, key=lambda s: (s.host != request.home_host, s.host)))
-        )
+        return Refusal.of(request, shortfalls)
 
     def rank(fit: Fit) -> tuple[int, int, int, tuple[int, int, str, tuple[int, ...]]]:
         emptiest_first = -len(fit.view.free_gpus) if prefer == "spread" else 0

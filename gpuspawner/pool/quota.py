@@ -18,6 +18,14 @@ class Limits:
     users: Mapping[str, int]
     groups: Mapping[str, int]
 
+    def on_user(self, username: str) -> bool:
+        """This user has a limit of her own, or the default."""
+        return self.default is not None or username in self.users
+
+    def on_groups(self, groups: Sequence[str]) -> bool:
+        """One of these groups has a limit."""
+        return not self.groups.keys().isdisjoint(groups)
+
 
 @dataclass(frozen=True, slots=True)
 class Holding:

@@ -7,7 +7,7 @@ CPUs (SMT siblings) that share one physical core, and is the smallest unit that 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 PCI_ADDRESS = re.compile(r"^[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]$")
@@ -174,3 +174,7 @@ class HostView:
     def free_mib(self, node_id: int) -> int:
         """Memory of a node that guests may still take, in MiB."""
         return self.inventory.node(node_id).usable_mib - self.used_mib.get(node_id, 0)
+
+    def once_wiped(self) -> HostView:
+        """The host as it will be when the GPUs that are on their way back are free."""
+        return replace(self, free_gpus=self.free_gpus | self.coming_gpus)

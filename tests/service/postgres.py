@@ -51,8 +51,9 @@ class Cluster:
 
 
 @contextmanager
-def cluster() -> Iterator[Cluster]:
-    """Start a server; root may not run one, so then it belongs to the account ``postgres``."""
+def cluster(durable: bool = False) -> Iterator[Cluster]:
+    """Start a server; root may not run one, so then it belongs to the account ``postgres``. Only
+    a ``durable`` one waits until what is committed is on the disk."""
     programs = _bin()
     user, prefix = pwd.getpwuid(os.geteuid()).pw_name, []
     folder = Path(tempfile.mkdtemp(prefix="gs-pg-"))
@@ -61,7 +62,8 @@ def cluster() -> Iterator[Cluster]:
         os.chown(folder, pwd.getpwnam("postgres").pw_uid, -1)
     one = Cluster(folder, user, prefix, programs)
     data = str(folder / "data")
-    options = f"-k {folder} -c listen_addresses='' -c fsync=off -c max_connections=50"
+    fsync = "on" if durable else "off"
+    options = f"-k {folder} -c listen_addresses='' -c fsync={fsync} -c max_connections=50"
     try:
         one.run("initdb", "-D", data, "-A", "trust", "-U", user, "--no-sync")
         one.run("pg_ctl", "-D", data, "-l", str(folder / "log"), "-o", options, "-w", "start")

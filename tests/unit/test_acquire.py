@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 
 from gpuspawner import schema
 from gpuspawner.allocator.acquire import Acquired, Placing, Rules, acquire, serve_queue
@@ -112,3 +113,16 @@ def test_cores_of_who_waits_longer_are_not_given_away(pool: Pool) -> None:
     pool.do(wiped)
     pool.do(serve_queue, pool.placing, pool.now)
     assert pool.do(leases.need, waiting.lease.id).state is LeaseState.PLACED
+
+
+def test_a_place_on_a_host_that_has_changed_is_looked_for_again(pool: Pool) -> None:
+    """Somebody writes past us: the claim finds that the host is not the one that was looked at,
+    and the decision is made again on what there is."""
+    pool.host("h1", free=1)
+    pool.host("h2", free=2)
+    pool.do(pool.placing.views.load)
+    with sa.create_engine(pool.ledger.url).begin() as other:
+        other.execute(tables.hosts.update().values(generation=7))
+        gone = tables.gpus.c.host == "h1"
+        other.execute(tables.gpus.update().where(gone).values(state=GpuState.LOST))
+    assert pool.ask("first").lease.host == "h2"

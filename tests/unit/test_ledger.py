@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,9 @@ from alembic.migration import MigrationContext
 
 from gpuspawner.ledger import gpus, hosts, leases, tables
 from gpuspawner.ledger.database import Ledger, Transaction, migrate
+from gpuspawner.ledger.views import Views
 from gpuspawner.pool.states import GpuState, IllegalTransition
-from gpuspawner.pool.topology import Gpu, Inventory, Node
+from gpuspawner.pool.topology import Gpu, HostView, Inventory, Node
 
 
 @pytest.fixture
@@ -55,19 +58,66 @@ async def test_the_database_refuses_a_second_owner(ledger: Ledger) -> None:
 
 async def test_a_failed_transaction_leaves_nothing(ledger: Ledger) -> None:
     """Also not in the snapshots that placement uses."""
-    views = hosts.Views()
-    before = await ledger.read(views.load)
+    views = Views()
+    inventory = Inventory("h2", "b1", (Node(0, ((0,),), 4096),), ())
+
+    def seen(tx: Transaction) -> dict[str, HostView]:
+        return dict(views.load(tx).views)
 
     def fails(tx: Transaction) -> None:
         gpu = gpus.get(tx, "h1", "0000:40:00.0")
         assert gpu is not None
         gpus.move(tx, gpu, GpuState.USED, 2)
-        views.load(tx)  # a snapshot of what will never have been
+        hosts.add(tx, "h2", {"uri": "x", "cidr": "10.0.1.0/24"})
+        hosts.record_survey(tx, inventory, 2)
+        hosts.set_drained(tx, "h1", True)
+        assert seen(tx)["h1"].drained  # a snapshot of what will never have been
+        assert "h2" in seen(tx)
         raise RuntimeError("killed here")
 
-    with pytest.raises(RuntimeError):
-        await ledger.write(fails)
-    assert await ledger.read(views.load) == before
+    before = await ledger.read(seen)
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            await ledger.write(fails)
+    assert await ledger.read(seen) == before
+
+
+async def test_a_snapshot_is_read_again_for_changed_hosts_only(ledger: Ledger) -> None:
+    """Without a change there is not one query; with one, other hosts stay as they are."""
+    views = Views()
+    queries: list[str] = []
+
+    def join(tx: Transaction) -> None:
+        hosts.add(tx, "h2", {"uri": "x", "cidr": "10.0.1.0/24"})
+        hosts.record_survey(tx, Inventory("h2", "b1", (Node(0, ((0,),), 4096),), ()), 1)
+
+    def look(tx: Transaction) -> dict[str, HostView]:
+        queries.clear()
+        with listening(tx, queries):
+            return dict(views.load(tx).views)
+
+    await ledger.write(join)
+    before = await ledger.read(look)
+    assert queries
+    assert await ledger.read(look) == before
+    assert queries == []
+    await ledger.write(hosts.set_drained, "h2", True)
+    after = await ledger.read(look)
+    assert after["h2"].drained
+    assert after["h1"] is before["h1"]
+    assert await ledger.read(lambda tx: dict(Views().load(tx).views)) == after
+
+
+@contextmanager
+def listening(tx: Transaction, queries: list[str]) -> Iterator[None]:
+    """What a transaction asks the database."""
+
+    def note(_connection: object, _cursor: object, statement: str, *_more: object) -> None:
+        queries.append(statement)
+
+    sa.event.listen(tx, "before_cursor_execute", note)
+    yield
+    sa.event.remove(tx, "before_cursor_execute", note)
 
 
 async def test_states_move_by_the_table_only(ledger: Ledger) -> None:

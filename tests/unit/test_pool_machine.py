@@ -26,6 +26,7 @@ from gpuspawner.ledger import diagnoses, gpus, hosts, leases
 from gpuspawner.ledger import tables as t
 from gpuspawner.ledger.database import Ledger, Transaction
 from gpuspawner.ledger.records import GpuRecord, LeaseRecord
+from gpuspawner.ledger.views import Views
 from gpuspawner.pool.states import EndReason, GpuState, IllegalTransition, LeaseState, Outcome
 from gpuspawner.pool.topology import Gpu, Inventory, Node
 from gpuspawner.pool.verdict import Identity, Verdict
@@ -291,6 +292,8 @@ class Pool(RuleBasedStateMachine):
         self.nothing_is_given_out_twice(tx, on_host)
         for lease in on_host:
             self.a_claim_is_what_was_asked_for(lease)
+        kept = self.placing.views.load(tx).views
+        assert kept == Views().load(tx).views, "a snapshot is out of date"
         alive = Counter(lease.key for lease in found if lease.state in leases.LIVE)
         assert not [key for key, count in alive.items() if count > 1], "a server lives twice"
 

@@ -109,7 +109,7 @@ class AdminPage(PartsPage):
         site = self.site
         records = host_ledger.every(tx)
         hosts = {host.name: host for host in records}
-        known = {view.inventory.host: view for view in site.context.placing.views.load(tx)}
+        known = site.context.placing.views.load(tx).views
         opened = lease_ledger.open_leases(tx)
         owners = {lease.id: lease.username for lease in opened}
         gpus = [
