@@ -270,7 +270,9 @@ async def told_of_the_loss(pool: LabPool, lease_id: str, address: str) -> None:
     await asyncio.wait_for(read(), 180)
 
 
-RECOVERY = ("wake", "bus-reset", "rescan", "power-cycle")
+# Without the power cycle: QEMU takes a card out when its slot is switched off. How a slot that is
+# off is switched on, test_power_off_of_a_slot_in_use shows.
+RECOVERY = ("wake", "bus-reset", "rescan")
 
 
 async def test_each_step_of_the_recovery(lab: Lab, pool: LabPool) -> None:
