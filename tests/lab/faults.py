@@ -196,10 +196,10 @@ async def test_the_host_reboots_under_a_diagnosis(pool: LabPool) -> None:
          f"{cut_off.outcome}: {' '.join(cut_off.reasons)}", "-")  # fmt: skip
 
 
-def test_versions(lab: Lab) -> None:
+async def test_versions(lab: Lab) -> None:
     """What it was measured with."""
     words = "uname -r; libvirtd --version; qemu-system-x86_64 --version | head -1"
-    done = lab.ssh(["sh", "-c", words])
+    done = await asyncio.to_thread(lab.ssh, ["sh", "-c", words])
     assert done.returncode == 0
     mine = Path("/proc/version").read_text().split()[2]
     note("(versions)", f"{done.stdout.strip()}; outside: Linux {mine}", "", "", "")
