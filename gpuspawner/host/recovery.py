@@ -9,11 +9,12 @@ from typing import Any
 from gpuspawner.host.api import HostError, HostTimeout, HostUnreachable, Rung
 
 #: The verbs of the probe and how long each may take, in seconds. The kernel waits for a minute for
-#: a function that was reset. The bus is reset twice, since some cards come back the second time.
+#: a function that was reset, and resets each that it takes out of its list. The bus is reset twice,
+#: since some cards come back the second time.
 _LADDER = (
     ("wake", 20.0),
     ("reset", 90.0),
-    ("bus-reset", 40.0),
+    ("bus-reset", 150.0),
     ("bus-reset", 40.0),
     ("rescan", 40.0),
     ("power-cycle", 40.0),
