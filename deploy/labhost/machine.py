@@ -15,15 +15,13 @@ CPUS_PER_NODE = 2
 GPU_MEMORY_MIB = 16
 
 #: intel_iommu: groups and translation; pt: the host's own devices go round it. maxcpus: emulated
-#: processors may go on executing code that another has just changed, and a kernel changes its code
-#: most while it boots: so it boots on one, and lab-cpus.service brings the others. noreplace-smp:
-#: their coming changes no code either. nohz, highres: one that has missed its waking is woken by the
-#: next tick; without ticks one slept for ever, and all that waits for each of them (RCU) with it.
-#: The rest takes time out of an emulated boot.
+#: processors sometimes go on executing code that another has just changed (QEMU 7.2), and a kernel
+#: changes its code most while it boots: so it boots on one, and lab-cpus.service brings the others.
+#: noreplace-smp: their coming changes no code either. The rest takes time out of an emulated boot.
 CMDLINE = (
     "root=/dev/vda rootfstype=ext4 rw console=ttyS0 quiet loglevel=4 panic=1"
     " intel_iommu=on iommu=pt maxcpus=1 noreplace-smp mitigations=off nokaslr tsc=reliable"
-    " no_timer_check nohz=off highres=off"
+    " no_timer_check"
     " fsck.mode=skip systemd.show_status=0 audit=0 apparmor=0 selinux=0 random.trust_cpu=on"
     " cgroup_disable=pressure i8042.noaux 8250.nr_uarts=1"
 )
