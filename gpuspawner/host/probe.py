@@ -13,16 +13,16 @@ Standard library only, Python 3.7 or later. One JSON object on one line: the ans
     witness ADDR    whether the device in this slot answers on the bus, its ids, link and errors
     reset ADDR      reset every function of the device's IOMMU group that can be, or all at once
     released ADDR   whether no process holds the device's VFIO group
+    holders PATH    the processes that have this file open or mapped
+    binding PID     where a process may run and take memory, thread by thread
 
-What a device that does not answer may be brought back by, each only if nobody holds it and its
-port has nothing else behind it; afterwards its functions are bound to vfio-pci:
+What a device that does not answer may be brought back by. All but the first only if nobody holds it
+and its port has nothing else behind it; afterwards its functions are bound to vfio-pci:
 
     wake ADDR         out of its power state, and its port with it
     bus-reset ADDR    a reset of the bus behind its port, then found anew
     rescan ADDR       taken out of the kernel's list and found anew
     power-cycle ADDR  its slot's power off and on, where the slot can
-    holders PATH    the processes that have this file open or mapped
-    binding PID     where a process may run and take memory, thread by thread
 """
 
 from __future__ import annotations
@@ -482,7 +482,8 @@ def own_port(address: str) -> str:
         path = "/dev/vfio/" + link_name(device(name) + "/iommu_group")
         held = holders(path)["holders"] if os.path.basename(path) and os.path.exists(path) else []
         if held:
-            raise ProbeError(f"{name} is held by {', '.join(str(each) for each in held)}")
+            names = ", ".join(f"{each['name']} ({each['pid']})" for each in held)
+            raise ProbeError(f"{name} is held by {names}")
     return port
 
 
@@ -494,7 +495,8 @@ def found_anew(address: str, patience_s: float = 0.0) -> Answer:
     found = functions(address)
     for base in found:
         name = os.path.basename(base)
-        if link_name(base + "/driver") != "vfio-pci":
+        # The stub, or a variant driver of the card's maker (mlx5_vfio_pci).
+        if not link_name(base + "/driver").replace("_", "-").endswith("vfio-pci"):
             write(base + "/driver_override", "vfio-pci")
             if link_name(base + "/driver"):
                 write(base + "/driver/unbind", name)
@@ -524,11 +526,11 @@ def bus_reset(address: str) -> Answer:
     which of one that does not answer is all ones: so by the port's register, and found anew."""
     port = own_port(address)
     with open(port + "/config", "r+b", buffering=0) as file:
-        before = os.pread(file.fileno(), 2, BRIDGE_CONTROL)
-        (bits,) = struct.unpack("<H", before)
-        os.pwrite(file.fileno(), struct.pack("<H", bits | SECONDARY_BUS_RESET), BRIDGE_CONTROL)
-        time.sleep(0.01)  # PCI asks for 1 ms at least
-        os.pwrite(file.fileno(), before, BRIDGE_CONTROL)
+        (bits,) = struct.unpack("<H", os.pread(file.fileno(), 2, BRIDGE_CONTROL))
+        # Whoever was killed between the two writes has left the bus in reset: it ends here.
+        for now in (bits | SECONDARY_BUS_RESET, bits & ~SECONDARY_BUS_RESET):
+            os.pwrite(file.fileno(), struct.pack("<H", now), BRIDGE_CONTROL)
+            time.sleep(0.01)  # PCI asks for 1 ms at least
     time.sleep(1.0)  # what a device may take until it answers again
     take_out(address)
     write(port + "/rescan", "1")

@@ -134,6 +134,21 @@ def test_bus_reset_leaves_the_port_as_it_was(tree: Tree) -> None:
     assert written(tree, "rescan", PORT) == "1"
 
 
+def test_bus_reset_ends_the_reset_of_one_that_was_killed(tree: Tree) -> None:
+    config = tree.sys / "bus/pci/devices" / PORT / "config"
+    config.write_bytes(bytes(0x3E) + b"\x43\x00")
+    ask(tree, "bus-reset")
+    assert config.read_bytes()[0x3E:0x40] == b"\x03\x00"
+
+
+def test_a_variant_of_the_driver_is_kept(tree: Tree) -> None:
+    driver = tree.sys / "bus/pci/devices" / GPU / "driver"
+    driver.unlink()
+    driver.symlink_to("/sys/bus/pci/drivers/nvgrace_gpu_vfio_pci")
+    ask(tree, "rescan")
+    assert written(tree, "driver_override") == ""
+
+
 def test_power_cycle_finds_the_slot(tree: Tree) -> None:
     tree.write("sys", "bus/pci/slots/7/address", "0000:81:00")
     tree.write("sys", "bus/pci/slots/3/address", "0000:41:00")
