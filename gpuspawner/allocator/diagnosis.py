@@ -80,7 +80,7 @@ class Diagnosis:
                 enrolled=self.gpu.enrolled,
                 before=before,
                 after=after,
-                policy=self._policy() if before.present else EMULATED,
+                policy=self._policy(),
             )
             if verdict.outcome is Outcome.LOST and tried:
                 verdict = replace(verdict, reasons=(*verdict.reasons, in_words(tried)))
@@ -107,9 +107,8 @@ class Diagnosis:
                 "gpu_recovered host=%s gpu=%s by=%s",
                 self.run.host, self.gpu.address, tried[-1].step,
             )  # fmt: skip
-        if self._listed() and not tried:
-            return
-        self.inventory = await self.driver.survey()
+        if tried or not self._listed():
+            self.inventory = await self.driver.survey()
         if not self._listed():
             raise HostError(
                 f"The GPU at {self.gpu.address} answers, and the host does not list it as a GPU."
@@ -121,8 +120,9 @@ class Diagnosis:
     def _policy(self) -> Policy:
         # Real GPUs have a policy of their own once their checks exist; until then nothing that is
         # not emulated can pass, because no required check of it is known.
-        gpu = self.inventory.gpu(self.gpu.address)
-        return EMULATED if gpu.imitation else Policy(kinds=(), required=("hardware",))
+        if self._listed() and self.inventory.gpu(self.gpu.address).imitation:
+            return EMULATED
+        return Policy(kinds=(), required=("hardware",))
 
     def _spec(self) -> GuestSpec:
         gpu = self.inventory.gpu(self.gpu.address)

@@ -103,12 +103,8 @@ class Reclaimer:
                 )
         begun: list[tuple[DiagnosisRecord, GpuRecord, HostRecord]] = []
         # One that the host does not see at all is taken on too: it may be brought back.
-        seen = {gpu.address for gpu in host.inventory.gpus}
-        ready = [
-            gpu
-            for gpu in due(tx, self.host, now)
-            if gpu.address in sound or gpu.address not in seen
-        ]
+        troubled = {gpu.address for gpu in host.inventory.gpus if gpu.problems}
+        ready = [gpu for gpu in due(tx, self.host, now) if gpu.address not in troubled]
         for gpu in ready[:room]:
             run = diagnosis_ledger.begin(
                 tx, gpu, str(uuid.uuid4()), secrets.token_hex(16), image.digest, now

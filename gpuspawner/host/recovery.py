@@ -8,17 +8,12 @@ from typing import Any
 
 from gpuspawner.host.api import HostError, HostTimeout, HostUnreachable, Rung
 
-#: The verbs of the probe and how long each may take, in seconds. The kernel waits for a minute for
-#: a function that was reset, and resets each that it takes out of its list. The bus is reset twice,
-#: since some cards come back the second time.
-_LADDER = (
-    ("wake", 20.0),
-    ("reset", 90.0),
-    ("bus-reset", 150.0),
-    ("bus-reset", 40.0),
-    ("rescan", 40.0),
-    ("power-cycle", 40.0),
-)
+#: The verbs of the probe. The bus is reset twice, since some cards come back the second time.
+_LADDER = ("wake", "reset", "bus-reset", "bus-reset", "rescan", "power-cycle")
+#: How long a step may take. The kernel waits for a minute for a function that was reset, and resets
+#: each of a card's functions that it takes out of its list.
+_STEP_S = 150.0
+#: When no further step is begun.
 BUDGET_S = 300.0
 
 Probe = Callable[..., Awaitable[dict[str, Any]]]
@@ -27,18 +22,19 @@ Probe = Callable[..., Awaitable[dict[str, Any]]]
 async def recover(
     address: str, probe: Probe, clock: Callable[[], float] = time.monotonic
 ) -> tuple[Rung, ...]:
-    """Climb until the GPU answers, a call hangs, or five minutes are over; what was tried.
+    """Climb until the GPU answers or a call hangs, and begin no step when five minutes are over;
+    what was tried.
 
     :raises HostUnreachable: the host was lost meanwhile.
     """
     tried: list[Rung] = []
     end = clock() + BUDGET_S
-    for verb, deadline_s in _LADDER:
+    for verb in _LADDER:
         if clock() >= end:
             break
         outcome = ""
         try:
-            await probe(verb, address, deadline_s=deadline_s)
+            await probe(verb, address, deadline_s=_STEP_S)
         except HostTimeout as error:
             # A write that hangs in the kernel holds the device: the next one would hang as well.
             return (*tried, Rung(verb, error.args[0]))
